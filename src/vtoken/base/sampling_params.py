@@ -1,0 +1,100 @@
+"""`SamplingParams`: how the tokens of one request are drawn. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field, Strict
+
+from vtoken.base.errors import RequestError
+from vtoken.base.validation import Settings, setting, shorten
+
+MAX_N = 1024  # choices of one request; the engine refuses sooner when they cannot run together
+MAX_TEMPERATURE = 100.0  # far past the point where every distribution is flat, and safe in float32
+_INT32_MAX = 2**31 - 1
+
+# A stream of random numbers is keyed by 64 bits, so that is what a seed may have, signed or not.
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+SEED_EXPECTED = "a whole number from -2**63 to 2**64 - 1, or None (random)"
+
+_TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+# The sequence may be a list, a set or a tuple; its members stay strict.
+_TokenIds = Annotated[tuple[_TokenId, ...], Strict(False), BeforeValidator(lambda ids: () if ids is None else ids)]
+
+
+class SamplingParams(Settings):
+    """How to draw the tokens of one request, in this order: temperature, `min_p`, `top_k`, `top_p`.
+
+    Raises RequestError, with `.field` set, for a wrong type, a value out of range, NaN, infinity or an unknown name.
+    """
+
+    kind: ClassVar[str] = "sampling parameter"
+
+    n: int = setting(
+        "Choices to draw from the same prompt, which they share in memory.",
+        expected=f"a whole number from 1 to {MAX_N}",
+        default=1,
+        ge=1,
+        le=MAX_N,
+    )
+    temperature: float = setting(
+        "Divides the logits; 0 (in fact anything below 1e-5) always takes the likeliest token.",
+        expected=f"a number from 0 (greedy) to {MAX_TEMPERATURE:g}",
+        default=1.0,
+        ge=0,
+        le=MAX_TEMPERATURE,
+    )
+    top_k: int = setting(
+        "Draw from the k likeliest tokens only; 0 or -1: from all.",
+        expected=f"a whole number from 1 to {_INT32_MAX}, or 0 or -1 (off)",
+        default=0,
+        ge=-1,
+        le=_INT32_MAX,
+    )
+    top_p: float = setting(
+        "Draw from the likeliest tokens that together have this probability; 1: from all.",
+        expected="a number above 0 and up to 1 (off)",
+        default=1.0,
+        gt=0,
+        le=1,
+    )
+    min_p: float = setting(
+        "Draw from tokens at least this likely, as a share of the likeliest one's probability; 0: from all.",
+        expected="a number from 0 (off) to 1",
+        default=0.0,
+        ge=0,
+        le=1,
+    )
+    seed: Seed | None = setting(
+        "Same seed, same answer, whatever runs beside it; choice i draws from the stream of (seed, i).",
+        expected=SEED_EXPECTED,
+        default=None,
+    )
+    max_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = setting(
+        "The most new tokens of a choice, clamped to the room that max_model_len leaves; None: all the room.",
+        expected="a whole number from 1 up, or None (the room left)",
+        default=16,
+    )
+    ignore_eos: bool = setting(
+        "Go on past the model's end-of-sequence tokens; stop_token_ids still stop.",
+        expected="True or False",
+        default=False,
+    )
+    stop_token_ids: _TokenIds = setting(
+        "Further tokens that end a choice.",
+        expected="a sequence of token ids, whole numbers from 0 up",
+        default=(),
+    )
+
+    @classmethod
+    def refuse(cls, message: str, field: str | None) -> RequestError:
+        return RequestError(message, field)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise RequestError if a stop token does not exist in a vocabulary of `vocab_size` tokens."""
+        strange = [token for token in self.stop_token_ids if token >= vocab_size]
+        if strange:
+            raise RequestError(
+                f"stop_token_ids: expected token ids below the vocabulary size {vocab_size}, got {shorten(strange)}",
+                "stop_token_ids",
+            )

@@ -1,0 +1,1 @@
+"""Memory arithmetic: bytes a token, blocks in a budget, lengths that fit."""
