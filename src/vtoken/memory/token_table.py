@@ -1,0 +1,137 @@
+"""`TokenTable`: where each token of a text lies, whether it still lives, and what was measured about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from vtoken.memory.bits import Ints
+from vtoken.memory.block_table import BlockTable, grown
+
+
+class TokenTable:
+    """Engine-wide: per lane and row the token's position and the statistics columns; per position its death.
+
+    Three spaces, two maps: `position -> row` is kept here, `row -> slot` is arithmetic on the `BlockTable`, whose masks
+    also say which rows live. What stands in a dead row means nothing.
+
+    `columns` names the statistics and their dtype, for instance `{"attention": np.float32}`.
+    """
+
+    def __init__(self, blocks: BlockTable, columns: Mapping[str, DTypeLike] | None = None) -> None:
+        self.blocks = blocks
+        num_lanes, num_entries = blocks.ids.shape
+        num_rows = num_entries * blocks.block_size
+        self.positions: NDArray[np.int32] = np.zeros((num_lanes, num_rows), np.int32)
+        self.columns: dict[str, NDArray[Any]] = {
+            name: np.zeros((num_lanes, num_rows), dtype) for name, dtype in (columns or {}).items()
+        }
+        self.lengths: NDArray[np.int32] = np.zeros(num_lanes, np.int32)  # positions that have got a row so far
+        self.num_rows: NDArray[np.int32] = np.zeros(num_lanes, np.int32)  # rows [0, num_rows) have been used
+        self.num_live: NDArray[np.int32] = np.zeros(num_lanes, np.int32)
+        self.evicted: NDArray[np.bool_] = np.zeros(num_lanes, np.bool_)  # has lost a token
+        self.in_order: NDArray[np.bool_] = np.ones(num_lanes, np.bool_)  # row = position in every live row
+        # [lane, position] the length at which the token died, 0 = alive. Made at the first eviction of all.
+        self._died_at: NDArray[np.int32] = np.zeros((num_lanes, 0), np.int32)
+
+    def grow(self, num_lanes: int) -> None:
+        """Follow the block table, which has grown, to `num_lanes` lanes."""
+        num_rows = self.blocks.ids.shape[1] * self.blocks.block_size
+        self.positions = grown(self.positions, (num_lanes, num_rows), 0)
+        self.columns = {name: grown(column, (num_lanes, num_rows), 0) for name, column in self.columns.items()}
+        self.lengths = grown(self.lengths, (num_lanes,), 0)
+        self.num_rows = grown(self.num_rows, (num_lanes,), 0)
+        self.num_live = grown(self.num_live, (num_lanes,), 0)
+        self.evicted = grown(self.evicted, (num_lanes,), False)
+        self.in_order = grown(self.in_order, (num_lanes,), True)
+        self._died_at = grown(self._died_at, (num_lanes, self._died_at.shape[1]), 0)
+
+    def clear(self, lane: int) -> None:
+        self._died_at[lane, : self.lengths[lane]] = 0
+        self.lengths[lane] = self.num_rows[lane] = self.num_live[lane] = 0
+        self.evicted[lane], self.in_order[lane] = False, True
+
+    def copy_lane(self, source: int, target: int) -> None:
+        """Make `target` (clear) the same as `source`, columns included."""
+        rows, length = self.num_rows[source], self.lengths[source]
+        for array in (self.positions, *self.columns.values()):
+            array[target, :rows] = array[source, :rows]
+        for array in (self.lengths, self.num_rows, self.num_live, self.evicted, self.in_order):
+            array[target] = array[source]
+        self._died_at[target, :length] = self._died_at[source, :length]
+
+    def append(self, lanes: Ints, rows: Ints, positions: Ints) -> None:
+        """Enter new tokens: distinct (lane, row) pairs and the position of each. Their statistics start at zero."""
+        self.positions[lanes, rows] = positions
+        for column in self.columns.values():
+            column[lanes, rows] = 0
+        self.blocks.set_live(lanes, rows)
+        np.maximum.at(self.num_rows, lanes, rows + 1)
+        np.add.at(self.lengths, lanes, 1)
+        np.add.at(self.num_live, lanes, 1)
+        self.in_order[lanes[rows != positions]] = False
+
+    def add_statistics(self, name: str, lanes: Ints, values: NDArray[np.floating[Any]]) -> None:
+        """Add `values` [n, rows] to a column of the distinct `lanes` [n], run by run of neighbouring lanes: adding in
+        place moves half the bytes that a gather and a scatter would."""
+        column = self.columns[name][:, : values.shape[1]]
+        ends = np.append(np.flatnonzero(np.diff(lanes) != 1) + 1, len(lanes))
+        start = 0
+        for end in ends.tolist():
+            column[lanes[start] : lanes[start] + end - start] += values[start:end]
+            start = end
+
+    def kill(self, lanes: Ints, rows: Ints) -> None:
+        """Mark distinct live (lane, row) pairs dead and record at which length they died."""
+        positions = self.positions[lanes, rows]
+        if len(positions) and int(positions.max()) >= self._died_at.shape[1]:
+            capacity = max(int(positions.max()) + 1, 2 * self._died_at.shape[1], self.positions.shape[1])
+            self._died_at = grown(self._died_at, (len(self.lengths), capacity), 0)
+        self._died_at[lanes, positions] = self.lengths[lanes]
+        self.blocks.set_dead(lanes, rows)
+        np.subtract.at(self.num_live, lanes, 1)
+        self.evicted[lanes] = True
+
+    def move(self, lane: int, source_rows: Ints, target_rows: Ints) -> None:
+        """Everything known about the live `source_rows` goes to the free `target_rows`."""
+        lanes = np.full(len(source_rows), lane)
+        for array in (self.positions, *self.columns.values()):
+            array[lane, target_rows] = array[lane, source_rows]
+        self.blocks.set_dead(lanes, source_rows)
+        self.blocks.set_live(lanes, target_rows)
+        if len(target_rows):
+            self.num_rows[lane] = max(self.num_rows[lane], int(target_rows.max()) + 1)
+            self.in_order[lane] = False
+
+    def cut(self, lane: int) -> None:
+        """Follow the block table, which has dropped trailing entries."""
+        self.num_rows[lane] = min(self.num_rows[lane], self.blocks.num_entries[lane] * self.blocks.block_size)
+
+    def died_at(self, lane: int) -> dict[int, int]:
+        """Position -> the length of the text at which the token died."""
+        deaths = self._died_at[lane, : self.lengths[lane]]
+        positions = np.flatnonzero(deaths)
+        return dict(zip(positions.tolist(), deaths[positions].tolist(), strict=True))
+
+    def row_of(self, lane: int, position: int) -> int:
+        """The row of a live token. Raises KeyError for a dead or unknown position."""
+        live = self.blocks.live_rows(lane)
+        found = live[self.positions[lane, live] == position]
+        if not len(found):
+            raise KeyError(f"lane {lane} holds no live token of position {position}")
+        return int(found[0])
+
+    def slot_of(self, lane: int, position: int) -> int:
+        """The slot in which a live token lies. Raises KeyError for a dead or unknown position."""
+        row = self.row_of(lane, position)
+        return int(self.blocks.slots(np.array([lane]), np.array([row]))[0])
+
+    def live(self, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """(rows, positions) of the live tokens, in the order of their positions."""
+        rows = self.blocks.live_rows(lane)
+        positions = self.positions[lane, rows]
+        order = np.argsort(positions, kind="stable")
+        return rows[order], positions[order]

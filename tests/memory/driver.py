@@ -1,0 +1,556 @@
+"""`BooksDriver`: every operation of the books on real tables, a shadow store and a plain model at once.
+
+The state machine, the scripted tests and the planted bugs all go through it. After each operation it holds three
+against each other: the books' own `check()`, the shadow store (does each live token read the value that was written for
+its position?), and the model (which positions live, what was measured about them, how they died).
+
+Time runs as in the engine. Between two steps the books change and copies are ordered; `extend` gives new tokens their
+cells, which are written only when `run_step` runs the forward pass, after the ordered copies. A lane whose tokens are
+planned but not written is `busy`: as in the scheduler, it is not moved, evicted from or extended until the step has run.
+A beside-copy runs, token by token, whenever the test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.memory.shadow import POISON, ShadowStore
+from vtoken.memory import bits
+from vtoken.memory.block_table import EMPTY
+from vtoken.memory.copy import Copy
+from vtoken.memory.kv_cache_manager import Extension, KVCacheManager
+from vtoken.memory.prefix_cache import BlockHashes, PrefixEntry
+
+COLUMN = "mass"
+
+
+class BooksFault(AssertionError):
+    """What the shadow store or the model found wrong; the books' own complaint is an `InvariantError`."""
+
+
+def expect(holds: object, message: str) -> None:
+    """As `assert`, but planted-bug tests can tell it from a slip of their own."""
+    if not holds:
+        raise BooksFault(message)
+
+
+def array(*values: int) -> NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+def next_value(context: int, token: int) -> int:
+    """The KV of a token: a function of the token and of all that was read to compute it."""
+    return hash((context, token)) & (2**62 - 1)  # tuples of ints hash alike in every process
+
+
+def pure_values(salt: int, tokens: Iterable[int]) -> list[int]:
+    """The KV of a text that never lost a token."""
+    values, context = [], -2 - salt
+    for token in tokens:
+        context = next_value(context, token)
+        values.append(context)
+    return values
+
+
+@dataclass
+class ModelLane:
+    """What a sequence should look like, in plain Python."""
+
+    text: list[int]
+    salt: int
+    hashes: BlockHashes
+    values: list[int] = field(default_factory=list)  # of every position that has a row
+    live: set[int] = field(default_factory=set)
+    deaths: dict[int, int] = field(default_factory=dict)
+    mass: dict[int, int] = field(default_factory=dict)  # the statistics column, of live positions
+    unwritten: set[int] = field(default_factory=set)  # planned, in a step that has not run
+    context: int = 0
+    num_matched: int = 0  # blocks that it found cached
+    entries: list[PrefixEntry] = field(default_factory=list)  # under which its own blocks were published
+
+    def fork(self) -> ModelLane:
+        own = {name: value.copy() for name, value in vars(self).items() if not isinstance(value, int)}
+        return replace(self, **own)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """One lane's part of the step in the making."""
+
+    lane: int
+    positions: range
+    slots: NDArray[np.int64]
+    past_slots: NDArray[np.int64]  # as the plan's snapshot has it
+    past_values: list[int]
+
+
+@dataclass
+class _BesideCopy:
+    copy: Copy
+    num_run: int = 0  # tokens copied so far
+
+
+def fingerprint(manager: KVCacheManager) -> tuple[object, ...]:
+    """Everything the books hold, to show that an operation changed nothing."""
+    pools = [
+        (p.refs.tobytes(), p.pins.tobytes(), p.published.tobytes(), p.closed.tobytes(), p.free_blocks.tobytes())
+        for p in (manager.pool, manager.host_pool)
+    ]
+    blocks, tokens = manager.blocks, manager.tokens
+    tables = [blocks.ids, blocks.masks, blocks.num_entries, tokens.positions, tokens.lengths, tokens.num_rows]
+    tables += [tokens.num_live, tokens.evicted, tokens.in_order, manager.on_host, *tokens.columns.values()]
+    index = (tuple(manager.prefix.cached_blocks), len(manager.prefix), manager.prefix.num_pending)
+    return (pools, [t.tobytes() for t in tables], index, tuple(manager.used_lanes), str(manager.counters))
+
+
+class BooksDriver:
+    """`check_books` and `check_shadow` say which of the watchmen look after each operation."""
+
+    def __init__(
+        self,
+        block_size: int = 4,
+        num_blocks: int = 16,
+        num_host_blocks: int = 8,
+        *,
+        free_order: Sequence[int] | None = None,
+        enable_prefix_caching: bool = True,
+        check_books: bool = True,
+        check_shadow: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.manager = KVCacheManager(
+            num_blocks,
+            block_size,
+            num_host_blocks=num_host_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            columns={COLUMN: np.float64},
+            free_order=free_order,
+        )
+        self.store = ShadowStore(num_blocks, num_host_blocks, block_size)
+        self.lanes: dict[int, ModelLane] = {}
+        self.slices: list[_Slice] = []
+        self.copies: list[Copy] = []  # ordered ones of the step in the making, those already run included
+        self.touched: set[int] = set()  # lanes that depend on the step in the making
+        self.beside: dict[int, _BesideCopy] = {}
+        self.check_books, self.check_shadow = check_books, check_shadow
+        self._published: dict[bytes, list[int]] = {}  # key of a prefix entry -> what must lie in its block
+        self._num_unique = 0
+
+    # --- what a test may ask -------------------------------------------------------------------------------------
+
+    def is_busy(self, lane: int) -> bool:
+        return bool(self.lanes[lane].unwritten)
+
+    @property
+    def idle(self) -> list[int]:
+        """Lanes on the device that are in no step in the making."""
+        return [lane for lane in self.lanes if not self.manager.on_host[lane] and not self.is_busy(lane)]
+
+    @property
+    def swapped(self) -> list[int]:
+        return [lane for lane in self.lanes if self.manager.on_host[lane]]
+
+    def lane_of_ticket(self, ticket: int) -> int | None:
+        return self.manager.moves._moves[ticket].lane
+
+    def shared_positions(self, lane: int) -> list[int]:
+        """Live positions in blocks that other lanes hold too."""
+        rows, positions = self.manager.tokens.live(lane)
+        ids = self.manager.blocks.ids[lane, rows // self.block_size]
+        return positions[self.manager.pool.refs[ids] > 1].tolist()
+
+    def blocks_of(self, lane: int) -> list[int]:
+        return self.manager.blocks.held(lane).tolist()
+
+    def rows_of(self, lane: int, positions: Iterable[int]) -> NDArray[np.int64]:
+        return array(*(self.manager.tokens.row_of(lane, p) for p in positions))
+
+    # --- operations ------------------------------------------------------------------------------------------------
+
+    def hashes(self, text: Sequence[int], salt: int = 0) -> BlockHashes:
+        hashes = BlockHashes(self.block_size, f"tenant {salt}" if salt else None)
+        hashes.extend(text, len(text))
+        return hashes
+
+    def admit(
+        self, text: Sequence[int], *, salt: int = 0, match: bool = True, num_tokens: int | None = None
+    ) -> int | None:
+        """Open a lane for a text, by default with blocks for all of it. Computes nothing yet."""
+        manager, size = self.manager, self.block_size
+        hashes = self.hashes(text, salt)
+        matched = manager.match(hashes, len(text) - 1) if match and text else []
+        self._check_match(hashes, matched, max(0, len(text) - 1))
+        goal = max(len(text) if num_tokens is None else num_tokens, len(matched) * size)
+        needed, available = manager.blocks_to_admit(goal, matched), manager.num_available
+        before = fingerprint(manager)
+        lane = manager.admit(goal, matched)
+        if lane is None:
+            expect(needed > available, "admission was refused although there were blocks enough")
+            expect(fingerprint(manager) == before, "a refused admission changed the books")
+            return None
+        expect(lane not in self.lanes, f"lane {lane} was given to two sequences")
+        expect(manager.num_available == available - needed, "admission took another number of blocks than it said")
+        num_cached = len(matched) * size
+        model = ModelLane(list(text), salt, self.hashes(text[:0], salt), pure_values(salt, text[:num_cached]))
+        model.live = set(range(num_cached))
+        model.mass = dict.fromkeys(model.live, 0)
+        model.num_matched = len(matched)
+        model.context = model.values[-1] if model.values else -2 - salt
+        self.lanes[lane] = model
+        pending = {id(entry) for entry in manager.prefix._pending}
+        planned = {int(slot) for piece in self.slices for slot in piece.slots}
+        for i, entry in enumerate(matched):
+            if id(entry) in pending:
+                self.touched.add(lane)
+                model.unwritten |= {i * size + k for k in range(size) if entry.block * size + k in planned}
+        self._done()
+        return lane
+
+    def _check_match(self, hashes: BlockHashes, matched: list[PrefixEntry], max_tokens: int) -> None:
+        """As many blocks as a plain look at the index finds, and the last token is left to compute."""
+        known = self.manager.prefix._entries
+        longest = 0
+        while longest < min(len(hashes), max_tokens // self.block_size) and hashes.keys[longest] in known:
+            longest += 1
+        if self.manager.enable_prefix_caching and matched:
+            expect(len(matched) == longest, f"{len(matched)} blocks matched, {longest} could be")
+        expect([entry.key for entry in matched] == hashes.keys[: len(matched)], "a match is not the text's beginning")
+
+    def extend(self, counts: dict[int, int], *, publish: bool = False) -> Extension | None:
+        """Plan the next tokens of some lanes. Returns None, and changes nothing, if blocks are short."""
+        manager, size = self.manager, self.block_size
+        lanes = np.array(list(counts), np.int64)
+        before = fingerprint(manager)
+        placement = manager.plan_extend(lanes, np.array(list(counts.values()), np.int64))
+        expect(fingerprint(manager) == before, "planning an extension changed the books")
+        available = manager.num_available
+        if placement.num_blocks > available:
+            return None
+        pasts = {lane: self._past(lane) for lane in counts}
+        extension = manager.extend(placement)
+        expect(manager.num_available == available - placement.num_blocks, "another number of blocks was taken")
+        self._order(*extension.copies)
+        starts = placement.starts
+        for i, (lane, count) in enumerate(counts.items()):
+            model, first = self.lanes[lane], len(self.lanes[lane].values)
+            while len(model.text) < first + count:
+                model.text.append((model.context + lane + len(model.text)) % 2)
+            for position in range(first, first + count):
+                model.context = next_value(model.context, model.text[position])
+                model.values.append(model.context)
+                model.mass[position] = 0
+            new = set(range(first, first + count))
+            model.live |= new
+            model.unwritten |= new
+            part = slice(int(starts[i]), int(starts[i + 1]))
+            expect(extension.positions[part].tolist() == sorted(new), "new tokens got the wrong positions")
+            expect(not manager.tokens.columns[COLUMN][lane, extension.rows[part]].any(), "statistics start at zero")
+            rows, values = pasts[lane]
+            table, mask = extension.block_tables[i], extension.past_masks[i]
+            expect(np.array_equal(np.flatnonzero(bits.unpack(mask, size)), rows), "the past mask is not the past")
+            expect(extension.past_live[i] == len(rows), "the count of past tokens is not that of the mask")
+            past_slots = table[rows // size].astype(np.int64) * size + rows % size
+            if count:
+                self.slices.append(_Slice(lane, range(first, first + count), extension.slots[part], past_slots, values))
+                self.touched.add(lane)
+            if publish:
+                self._publish(lane)
+        self._done()
+        return extension
+
+    def _past(self, lane: int) -> tuple[NDArray[np.int64], list[int]]:
+        rows, positions = self.manager.tokens.live(lane)
+        by_row = np.argsort(rows)
+        return rows[by_row], [self.lanes[lane].values[p] for p in positions[by_row].tolist()]
+
+    def run_step(self, *, fails: bool = False) -> None:
+        """The step in the making runs: its new tokens are written, or nothing is known about what it did."""
+        manager = self.manager
+        if fails:
+            manager.withdraw()
+            for copy in self.copies:
+                self.store.spoil(copy)
+            for piece in self.slices:
+                self.store.write(piece.slots, [POISON] * len(piece.slots))
+            lost = sorted(lane for lane in self.touched if lane in self.lanes)
+            self._finish_step()
+            for lane in lost:
+                del self.lanes[lane]
+            manager.release(lost)
+        else:
+            written = np.concatenate([array(), *(piece.slots for piece in self.slices)])
+            expect(len(np.unique(written)) == len(written), "two new tokens share a cell")
+            for piece in self.slices:
+                values = [self.lanes[piece.lane].values[p] for p in piece.positions]
+                self.store.write(piece.slots, values)
+            for piece in self.slices if self.check_shadow else ():
+                read = self.store.device[piece.past_slots].tolist()
+                expect(read == piece.past_values, f"lane {piece.lane} attended to a past that is not its own")
+            self._finish_step()
+            manager.commit()
+        self._done()
+
+    def _finish_step(self) -> None:
+        for model in self.lanes.values():
+            model.unwritten.clear()
+        self.slices, self.copies, self.touched = [], [], set()
+
+    def compute(self, text: Sequence[int], *, salt: int = 0, publish: bool = True, match: bool = True) -> int:
+        """Admit a text and compute all of it in a step of its own."""
+        lane = self.admit(text, salt=salt, match=match)
+        assert lane is not None, "the test's pool is too small"
+        self.grow({lane: len(text) - len(self.lanes[lane].values)}, publish=publish)
+        return lane
+
+    def grow(self, counts: dict[int, int], *, publish: bool = False) -> Extension:
+        """Extend and run the step."""
+        extension = self.extend(counts, publish=publish)
+        assert extension is not None, "the test's pool is too small"
+        self.run_step()
+        return extension
+
+    def publish(self, lane: int) -> None:
+        self._publish(lane)
+        if self.manager.prefix.num_pending:
+            self.touched.add(lane)
+        self._done()
+
+    def _publish(self, lane: int) -> None:
+        model = self.lanes[lane]
+        model.hashes.extend(model.text, len(model.values))
+        size = self.block_size
+        if any(key not in self._published for key in model.hashes.keys):
+            values = pure_values(model.salt, model.text[: len(model.values)])
+            for i, key in enumerate(model.hashes.keys):
+                self._published[key] = values[i * size : (i + 1) * size]
+        self.manager.publish(lane, model.hashes)
+        by_block = self.manager.prefix._of_block
+        model.entries += [by_block[block] for block in self.blocks_of(lane)[model.num_matched :] if block in by_block]
+
+    def unpublish(self, lane: int) -> None:
+        self.manager.unpublish(lane)
+        is_known = [self.manager.prefix.knows(entry) for entry in self.lanes[lane].entries]
+        expect(not any(is_known), "an unpublished lane can still be matched")
+        self._done()
+
+    def fork(self, lane: int) -> int:
+        before = self.manager.num_available
+        twin = self.manager.fork(lane)
+        expect(self.manager.num_available == before, "a fork takes no blocks")
+        expect(twin not in self.lanes, f"lane {twin} was given to two sequences")
+        self.lanes[twin] = self.lanes[lane].fork()
+        if lane in self.touched:
+            self.touched.add(twin)
+        self._done()
+        return twin
+
+    def evict(self, victims: dict[int, Sequence[int]]) -> None:
+        """Kill positions of lanes. Logical: no pool may notice."""
+        manager = self.manager
+        pools = fingerprint(manager)[0]
+        lanes = np.array([lane for lane, positions in victims.items() for _ in positions], np.int64)
+        rows = np.concatenate([array(), *(self.rows_of(lane, positions) for lane, positions in victims.items())])
+        manager.evict(lanes, rows)
+        expect(fingerprint(manager)[0] == pools, "an eviction changed a pool")
+        for lane, positions in victims.items():
+            model = self.lanes[lane]
+            for position in positions:
+                model.live.remove(position)
+                del model.mass[position]
+                model.deaths[position] = len(model.values)
+            if positions:  # what is computed from here on lacks some context: it is like nothing else
+                self._num_unique += 1
+                model.context = next_value(-1, self._num_unique)
+        self._done()
+
+    def measure(self, lane: int, amount: int) -> None:
+        """Add to the statistics of a lane, to each token its own."""
+        model = self.lanes[lane]
+        for position in model.live:
+            model.mass[position] += amount + position
+        rows, positions = self.manager.tokens.live(lane)
+        self.manager.tokens.columns[COLUMN][lane, rows] += amount + positions
+        self._done()
+
+    def relocate(self, lane: int, source_rows: Sequence[int], target_rows: Sequence[int], *, beside: bool = False) -> Copy:
+        copy = self.manager.relocate(lane, array(*source_rows), array(*target_rows), beside=beside)
+        self._order(copy)
+        self.touched.add(lane)
+        self._done()
+        return copy
+
+    def movable(self, lane: int) -> tuple[list[int], list[int]]:
+        """(rows that may be a relocation's sources, cells that may be its targets)."""
+        pool, blocks = self.manager.pool, self.manager.blocks
+        rows = blocks.live_rows(lane)
+        ids = blocks.ids[lane, rows // self.block_size]
+        own = (pool.refs[ids] == 1) & (pool.pins[ids] == 0)
+        return rows[own].tolist(), self.manager.slots.free_cells(lane).tolist()
+
+    def reclaim(self, lane: int, *, compact: bool = True, beside: bool = False, spare_cells: int = 0) -> int:
+        """Returns the blocks that came back at once."""
+        manager, size = self.manager, self.block_size
+        before, is_pending = self._own(lane), manager.moves.is_pending(lane)
+        held = len(manager.blocks.held(lane))
+        copy, returned = manager.reclaim(lane, compact=compact, beside=beside, spare_cells=spare_cells)
+        expect(held - len(manager.blocks.held(lane)) == returned, "blocks returned and blocks reported differ")
+        if copy is not None:
+            self._order(copy)
+            self.touched.add(lane)
+        if is_pending:
+            expect(copy is None and returned == 0, "a lane with moves under way was reclaimed")
+        else:
+            after, live = self._own(lane), sum(before)
+            if not compact:
+                expect(copy is None and after == [n for n in before if n], "without compaction only dead blocks return")
+            elif not beside:
+                # Goal 1: blocks held alone are as few as the live tokens in them (and the spare cells) allow.
+                fewest = min(sum(n > 0 for n in before), -(-(live + spare_cells) // size))
+                expect(len(after) == fewest, f"{len(after)} own blocks for {live} live tokens, {fewest} are enough")
+            kept = sorted(before)[len(before) - -(-(live + spare_cells) // size) :] if copy is not None else before
+            expect(copy is None or len(copy) == live - sum(kept), "more tokens were copied than needed")
+        self._done()
+        return returned
+
+    def _own(self, lane: int) -> list[int]:
+        """Live tokens in each used block that the lane holds alone and no copy touches."""
+        pool, num_rows = self.manager.pool, self.manager.tokens.num_rows[lane]
+        return [
+            state.filled
+            for state in self.manager.table(lane)
+            if state.refs == 1 and not pool.pins[state.block] and state.entry * self.block_size < num_rows
+        ]
+
+    def run_beside(self, ticket: int, num_tokens: int | None = None) -> None:
+        """The next tokens of a beside-copy are copied, by default all that are left."""
+        move = self.beside[ticket]
+        end = len(move.copy) if num_tokens is None else min(len(move.copy), move.num_run + num_tokens)
+        self.store.run(move.copy, slice(move.num_run, end))
+        move.num_run = end
+        self._done()
+
+    def finish(self, ticket: int) -> None:
+        """The beside-copy ends: whatever is left of it runs now, then the books hear of it."""
+        self.run_beside(ticket)
+        del self.beside[ticket]
+        self.manager.finish(ticket)
+        self._done()
+
+    def swap_out(self, lanes: Sequence[int]) -> bool:
+        return self._swap(lanes, leaves=True)
+
+    def swap_in(self, lanes: Sequence[int]) -> bool:
+        return self._swap(lanes, leaves=False)
+
+    def _swap(self, lanes: Sequence[int], *, leaves: bool) -> bool:
+        manager, before = self.manager, fingerprint(self.manager)
+        needed = len(manager.swap_blocks(lanes))
+        available = manager.host_pool.num_free if leaves else manager.num_available
+        copy = (manager.swap_out if leaves else manager.swap_in)(lanes)
+        expect((copy is None) == (needed > available), "a swap was refused or done against the count of blocks")
+        if copy is None:
+            expect(fingerprint(manager) == before, "a refused swap changed the books")
+            return False
+        expect(len(copy) == needed * self.block_size, "each distinct block is copied once")
+        self._order(copy)
+        self.touched.update(lanes)
+        self._done()
+        return True
+
+    def release(self, lanes: Sequence[int]) -> None:
+        self.manager.release(lanes)
+        for lane in lanes:
+            del self.lanes[lane]
+            self.touched.discard(lane)
+        self._done()
+
+    def forget_oldest(self) -> None:
+        before = self.manager.num_available
+        self.manager.prefix.forget_oldest()
+        expect(self.manager.num_available == before, "forgetting only changes what kind of available a block is")
+        self._done()
+
+    def finish_all(self) -> None:
+        """Everybody leaves and every copy ends: every block must be free or cached, and free once it is forgotten."""
+        if self.slices or self.copies:
+            self.run_step()
+        self.release(list(self.lanes))
+        for ticket in list(self.beside):
+            self.finish(ticket)
+        pool, prefix = self.manager.pool, self.manager.prefix
+        expect(not pool.refs.any() and not pool.pins.any(), "a block is still held though nobody is there")
+        expect(pool.num_free + prefix.num_cached == pool.num_blocks, "a block is lost")
+        expect(self.manager.host_pool.num_free == self.manager.host_pool.num_blocks, "a host block is lost")
+        usage = self.manager.usage()
+        expect(usage.live_tokens == usage.held_blocks == usage.pinned_blocks == 0, "usage counts what is not there")
+        while prefix.num_cached:
+            self.forget_oldest()
+        expect(pool.num_free == pool.num_blocks and not len(prefix), "a cached block did not come back")
+
+    # --- watchmen ----------------------------------------------------------------------------------------------------
+
+    def _order(self, *copies: Copy) -> None:
+        for copy in copies:
+            if copy.ticket is None:
+                self.store.run(copy)
+                self.copies.append(copy)
+            else:
+                self.beside[copy.ticket] = _BesideCopy(copy)
+
+    def _done(self) -> None:
+        """After each operation."""
+        if self.check_books:
+            self.manager.check()
+        self.store.poison_free(self.manager)
+        if self.check_shadow:
+            self.verify()
+
+    def verify(self) -> None:
+        """Each live token reads its own value and has its own statistics; each published block holds its text."""
+        expect(sorted(self.lanes) == self.manager.used_lanes, "lanes in use and lanes of the model differ")
+        for lane, model in self.lanes.items():
+            self._verify_lane(lane, model)
+        self._verify_index()
+        self._verify_usage()
+
+    def _verify_lane(self, lane: int, model: ModelLane) -> None:
+        manager, tokens = self.manager, self.manager.tokens
+        rows, positions = tokens.live(lane)
+        expect(positions.tolist() == sorted(model.live), f"lane {lane}: the live positions are not those of the model")
+        expect(tokens.lengths[lane] == len(model.values), f"lane {lane}: its length is wrong")
+        expect(tokens.died_at(lane) == model.deaths, f"lane {lane}: its deaths are wrong")
+        slots = manager.blocks.slots(np.full(len(rows), lane), rows)
+        read = (self.store.host if manager.on_host[lane] else self.store.device)[slots]
+        is_wrong = read != np.array(model.values, np.int64)[positions]
+        if model.unwritten:
+            is_wrong[np.isin(positions, list(model.unwritten))] = False
+        expect(not is_wrong.any(), f"lane {lane}: positions {positions[is_wrong]} read another's values")
+        mass = [model.mass[position] for position in positions.tolist()]
+        expect(tokens.columns[COLUMN][lane, rows].tolist() == mass, f"lane {lane}: a token has another's statistics")
+
+    def _verify_index(self) -> None:
+        prefix, size = self.manager.prefix, self.block_size
+        pending = {id(entry) for entry in prefix._pending}
+        for block, entry in prefix._of_block.items():
+            if id(entry) not in pending:
+                read = self.store.device[block * size : (block + 1) * size].tolist()
+                expect(read == self._published[entry.key], f"published block {block} does not hold its text")
+
+    def _verify_usage(self) -> None:
+        manager, usage = self.manager, self.manager.usage()
+        is_live = np.zeros(len(self.store.device), np.bool_)
+        for lane in self.lanes:
+            if not manager.on_host[lane]:
+                rows = manager.blocks.live_rows(lane)
+                is_live[manager.blocks.slots(np.full(len(rows), lane), rows)] = True
+        expect(usage.live_tokens == is_live.sum(), "usage counts other live tokens than there are")
+        parts = (usage.free_blocks, usage.held_blocks, usage.cached_blocks, usage.pinned_blocks)
+        expect(min(parts) >= 0 and sum(parts) == usage.num_blocks, "the parts do not make up the pool")
+        slack = usage.live_tokens + usage.holes + usage.tail_slack
+        expect(slack == usage.held_blocks * self.block_size, "live tokens, holes and slack do not fill the held blocks")
+        held = {b for lane in self.lanes if not manager.on_host[lane] for b in self.blocks_of(lane) if b != EMPTY}
+        expect(usage.held_blocks == len(held), "usage counts other held blocks than there are")
