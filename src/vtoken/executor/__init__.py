@@ -1,0 +1,1 @@
+"""Where plans are carried out: on this machine, or in a simulation."""

@@ -1,0 +1,79 @@
+"""What the scheduler knows of each lane, as arrays, so that a step costs a few numpy calls and no loop over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.schedule.sequence import Sequence
+
+NEVER = np.iinfo(np.int32).max
+
+_FIELDS = np.dtype(
+    [
+        ("total", np.int32),  # tokens known: prompt and answer
+        ("limit", np.int32),  # the sequence ends when `total` reaches it
+        ("cut", np.int32),  # no chunk goes past this length: something is to happen there first
+        ("prompt", np.int32),
+        ("last_token", np.int32),
+        ("ignore_eos", np.bool_),
+        ("own_stops", np.bool_),  # has stop tokens of its own
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.uint64),
+        ("choice", np.int32),
+        ("arrival", np.int64),
+        ("num_unforked", np.int32),  # choices that are still to fork from it
+    ]
+)
+
+
+class LaneState:
+    """Scheduling state by lane. `state["total"][lanes]` reads a field of many lanes at once."""
+
+    def __init__(self) -> None:
+        self._fields: NDArray[Any] = np.zeros(8, _FIELDS)
+        self.sequences: list[Sequence | None] = [None] * 8
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._fields[name]
+
+    def open(self, lane: int, sequence: Sequence, limit: int) -> None:
+        if lane >= len(self._fields):
+            wanted = 2 * max(lane, len(self._fields))
+            self._fields = np.concatenate((self._fields, np.zeros(wanted - len(self._fields), _FIELDS)))
+            self.sequences += [None] * (wanted - len(self.sequences))
+        params = sequence.request.params
+        self._fields[lane] = (
+            len(sequence.token_ids),
+            limit,
+            NEVER,
+            sequence.request.num_prompt_tokens,
+            sequence.token_ids[-1],
+            params.ignore_eos,
+            bool(params.stop_token_ids),
+            params.temperature,
+            max(params.top_k, 0),
+            params.top_p,
+            params.min_p,
+            np.uint64(sequence.request.seed & 0xFFFFFFFFFFFFFFFF),
+            sequence.choice,
+            sequence.request.index,
+            len(sequence.request.unforked),
+        )
+        self.sequences[lane] = sequence
+        sequence.lane = lane
+
+    def close(self, lane: int) -> None:
+        sequence = self.sequences[lane]
+        assert sequence is not None, f"lane {lane} is not open"
+        self.sequences[lane], sequence.lane = None, None
+
+    def of(self, lane: int) -> Sequence:
+        sequence = self.sequences[lane]
+        assert sequence is not None, f"lane {lane} is not open"
+        return sequence

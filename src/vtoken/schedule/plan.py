@@ -1,0 +1,86 @@
+"""The contract between scheduler and executor: plans go down, facts come up.
+
+Both are frozen, and their arrays are snapshots: no executor can see the books change under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.memory.copy import Copy
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingBatch:
+    """What to draw after the forward pass: one entry a draw, N in all.
+
+    A slice draws when its last token is the last known one of its sequence; a prompt with n choices draws n times
+    from the same logits.
+    """
+
+    slices: NDArray[np.int32]  # [N] the slice whose last token's logits are drawn from
+    temperature: NDArray[np.float32]  # [N] 0 = greedy
+    top_k: NDArray[np.int32]  # [N] 0 = off
+    top_p: NDArray[np.float32]  # [N] 1 = off
+    min_p: NDArray[np.float32]  # [N] 0 = off
+    seeds: NDArray[np.uint64]  # [N] the request's seed
+    choices: NDArray[np.int32]  # [N] index of the choice within its request
+    indices: NDArray[np.int32]  # [N] how many tokens the choice has generated before this one
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step: S slices (a run of consecutive tokens of one sequence each), T tokens in all.
+
+    Slice `s` owns the flat tokens `[starts[s], starts[s + 1])`. Its past is described by `block_tables[s]` and
+    `masks[s]`: bit `i % 32` of `masks[s, e, i // 32]` says that slot `block_tables[s, e] * block_size + i` holds a past
+    token that the slice may read. The slice's own tokens are in no mask: they are attended to densely and causally, and
+    the executor writes their KV to `write_slots` before it attends, for all slices of the plan, since a slice may match
+    blocks that another one writes in the same plan.
+    """
+
+    step: int
+    block_size: int
+    copies: tuple[Copy, ...]  # run in order before the forward pass
+    lanes: NDArray[np.int32]  # [S] for logs and statistics only
+    starts: NDArray[np.int32]  # [S + 1]
+    token_ids: NDArray[np.int32]  # [T]
+    positions: NDArray[np.int32]  # [T]
+    write_slots: NDArray[np.int64]  # [T]
+    write_rows: NDArray[np.int32]  # [T] the row each new token got in its lane
+    block_tables: NDArray[np.int32]  # [S, E], -1 = EMPTY
+    masks: NDArray[np.uint32]  # [S, E, ceil(block_size / 32)]
+    past_live: NDArray[np.int32]  # [S] set bits of each slice's masks
+    sampling: SamplingBatch
+    # [S, E * block_size] position of every live past row, or None when row = position in every slice.
+    row_positions: NDArray[np.int32] | None = None
+    statistics: tuple[str, ...] = ()  # names of the per-row statistics to return
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.lanes)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step found out. The scheduler alone turns it into book entries."""
+
+    step: int
+    tokens: NDArray[np.int32]  # [N] one a draw, in the order of `StepPlan.sampling`
+    # Draws that failed (non-finite logits, ...): index of the draw -> the reason in the user's words.
+    errors: dict[int, str] = field(default_factory=dict)
+    # Name -> [S, E * block_size + ...] by row: what the slice's queries gave to each row of their lane.
+    statistics: Mapping[str, NDArray[np.floating[Any]]] = field(default_factory=dict)
+    ended: tuple[int, ...] = ()  # tickets of beside-copies that are done

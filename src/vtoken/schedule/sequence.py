@@ -1,0 +1,108 @@
+"""`Request` and its `Sequence`s: what the scheduler knows of one demand and of each of its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vtoken.base.sampling_params import SamplingParams
+from vtoken.memory.prefix_cache import BlockHashes
+
+
+class Status(Enum):
+    WAITING = "waiting"  # never ran
+    RUNNING = "running"  # has blocks
+    PREEMPTED = "preempted"  # has no blocks; everything will be recomputed
+    SWAPPED = "swapped"  # its blocks are on the host
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens, or the room in max_model_len
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One choice of a request: the prompt and what was generated after it."""
+
+    request: Request
+    choice: int
+    token_ids: list[int]  # prompt and answer
+    hashes: BlockHashes
+    lane: int | None = None  # where it lies in the books; None while it has no blocks
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token that ended it
+    # Position -> length of the text at which the token was evicted. Kept here while the sequence has no lane, and in
+    # the end, for the answer; otherwise the books have it.
+    died_at: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.request.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(eq=False)
+class Request:
+    """One demand: a prompt, how to draw from it, and how often.
+
+    `index` is the order of arrival, `seed` the one its draws use (the user's, or one made for it).
+    """
+
+    request_id: str
+    prompt_token_ids: SequenceOf[int]
+    params: SamplingParams
+    seed: int
+    index: int
+    arrival_time: float
+    block_size: int
+    cache_salt: str | None = None
+    status: Status = Status.WAITING
+    error: str | None = None
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache gave at the first admission
+    num_preemptions: int = 0
+    num_passes: int = 0  # later requests admitted while this one waited at the head of the queue
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    sequences: list[Sequence] = field(init=False)
+    # Choices that come into being when the leader has computed the prompt: they fork from it.
+    unforked: list[Sequence] = field(init=False)
+
+    def __post_init__(self) -> None:
+        prompt = list(self.prompt_token_ids)
+        hashes = BlockHashes(self.block_size, self.cache_salt)
+        self.cache_salt = None  # hashed; never to be logged
+        self.sequences = [
+            Sequence(self, choice, prompt.copy(), hashes if choice == 0 else hashes.copy())
+            for choice in range(self.params.n)
+        ]
+        self.unforked = self.sequences[1:]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    @property
+    def leader(self) -> Sequence:
+        """The choice that computes the prompt for all."""
+        return self.unfinished[0]
+
+    @property
+    def lanes(self) -> list[int]:
+        return [sequence.lane for sequence in self.sequences if sequence.lane is not None]

@@ -1,0 +1,211 @@
+"""Random loads for the scheduler: what arrives when, what is aborted, what fails, what is evicted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from tests.driving import DrawFailure, Driver, StepFailure, evict_scattered, mix, tokens
+from vtoken.base.errors import CapacityError, RequestError
+from vtoken.schedule.plan import StepPlan
+from vtoken.schedule.preemption import PreemptionCosts
+from vtoken.schedule.sequence import FinishReason, Request
+
+_SMALL_VOCABULARY = 100  # so that end-of-sequence and stop tokens are drawn now and then
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a scenario. Texts of the same family begin alike, so that prefixes are shared."""
+
+    step: int
+    family: int
+    shared: int  # tokens of the family's common text
+    own: int  # tokens of its own after them
+    max_tokens: int
+    n: int
+    temperature: float
+    salt: str | None
+    ignore_eos: bool
+    stops: tuple[int, ...]
+    abort_after: int | None  # steps after its arrival, 0 = before it ever ran
+    abort_in_flight: bool
+    breaks_at: int | None  # tokens of the answer after which every step that it runs in fails
+    breaks: str  # "draw", or how far the step got: "nothing", "copies", "forward"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A machine, settings and a load."""
+
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    preemption: str
+    enable_prefix_caching: bool
+    max_num_seqs: int
+    spare_tokens: int  # of the step's budget, beyond one a sequence
+    max_passes: int
+    evict_every: int | None
+    evict_in_prompt: bool
+    evict_percent: int
+    failing_steps: frozenset[int]  # steps that fail once, nobody's fault
+    arrivals: tuple[Arrival, ...] = field(default=())
+
+
+def arrivals(max_len: int, max_n: int) -> st.SearchStrategy[Arrival]:
+    rarely = st.integers(0, 6).map(lambda x: x == 6)
+    return st.builds(
+        Arrival,
+        step=st.integers(0, 12),
+        family=st.integers(0, 2),
+        shared=st.integers(0, max_len // 2),
+        own=st.integers(1, max_len // 2),
+        max_tokens=st.integers(1, max_len),
+        n=st.integers(1, max_n),
+        temperature=st.sampled_from([0.0, 1.0]),
+        salt=st.sampled_from([None, None, "a", "b"]),
+        ignore_eos=st.booleans(),
+        stops=st.sampled_from([(), (), (7,)]),
+        abort_after=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 40)),
+        abort_in_flight=st.booleans(),
+        breaks_at=rarely.flatmap(lambda breaks: st.integers(0, 10) if breaks else st.none()),
+        breaks=st.sampled_from(["draw", "nothing", "copies", "forward"]),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, max_requests: int = 10) -> Scenario:
+    block_size = draw(st.sampled_from([4, 5, 8, 16]))
+    num_blocks = draw(st.integers(2, 24))
+    max_n = draw(st.sampled_from([1, 1, 2, 4]))
+    longest = min(60, num_blocks * block_size * 3 // 5)
+    evicts = draw(st.booleans())
+    return Scenario(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_host_blocks=draw(st.sampled_from([0, 3, num_blocks, num_blocks])),
+        preemption=draw(st.sampled_from(["recompute", "swap", "swap", "auto"])),
+        enable_prefix_caching=draw(st.booleans()),
+        max_num_seqs=draw(st.integers(max_n, 8)),
+        spare_tokens=draw(st.sampled_from([0, 3, 20, 100])),
+        max_passes=draw(st.sampled_from([0, 1, 16])),
+        evict_every=draw(st.integers(1, 20)) if evicts else None,
+        evict_in_prompt=draw(st.booleans()),
+        evict_percent=draw(st.sampled_from([10, 50, 90])),
+        failing_steps=draw(st.frozensets(st.integers(0, 40), max_size=2)),
+        arrivals=tuple(draw(st.lists(arrivals(longest, max_n), min_size=1, max_size=max_requests))),
+    )
+
+
+class ScenarioRun:
+    """Plays a scenario and checks, at the end, all that is promised of any load."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.driver = Driver(
+            num_blocks=scenario.num_blocks,
+            block_size=scenario.block_size,
+            num_host_blocks=scenario.num_host_blocks,
+            preemption=scenario.preemption,
+            enable_prefix_caching=scenario.enable_prefix_caching,
+            max_num_seqs=scenario.max_num_seqs,
+            max_num_batched_tokens=scenario.max_num_seqs + scenario.spare_tokens,
+            max_passes=scenario.max_passes,
+            eos=frozenset({3}),
+            vocab_size=_SMALL_VOCABULARY,
+            # Such that sequences of more than about 20 tokens are swapped.
+            costs=PreemptionCosts(100, scenario.block_size, 1000 / scenario.block_size, 1.0, 0.1, 10.0),
+            evictor=None
+            if scenario.evict_every is None
+            else evict_scattered(scenario.evict_every, scenario.evict_percent, in_prompt=scenario.evict_in_prompt),
+            fault=self._fault,
+        )
+        self.added: dict[Request, Arrival] = {}
+        self.aborted: set[Request] = set()
+        self.refused = 0
+
+    def play(self) -> ScenarioRun:
+        scenario, driver = self.scenario, self.driver
+        due = defaultdict(list)
+        for arrival in scenario.arrivals:
+            due[arrival.step].append(arrival)
+        aborts: dict[int, list[Request]] = defaultdict(list)
+        now, last = 0, max(due)
+        while now <= last or driver.scheduler.num_unfinished:
+            for arrival in due[now]:
+                request = self._add(arrival)
+                if request is not None and arrival.abort_after is not None:
+                    aborts[now + arrival.abort_after].append(request)
+            in_flight = [r for r in aborts[now] if self.added[r].abort_in_flight]
+            for request in aborts[now]:
+                if request not in in_flight:
+                    self._abort(request)
+            if driver.scheduler.num_unfinished:
+                driver.step(in_flight=lambda requests=in_flight: [self._abort(request) for request in requests])
+            now += 1
+            assert driver.counters.steps <= self._most_steps(), "no end in sight"
+        self._check()
+        return self
+
+    def _most_steps(self) -> int:
+        """Each failed step costs everybody a recompute, one after the other."""
+        return 5 * self.driver.solo_steps() * (1 + self.driver.counters.failed_steps) + 50
+
+    def _add(self, arrival: Arrival) -> Request | None:
+        prompt = tokens(arrival.shared, arrival.family, vocab_size=_SMALL_VOCABULARY)
+        prompt += tokens(arrival.own, arrival.family, len(self.added), 1, vocab_size=_SMALL_VOCABULARY)
+        try:
+            request = self.driver.add(
+                prompt,
+                arrival.max_tokens,
+                n=arrival.n,
+                temperature=arrival.temperature,
+                cache_salt=arrival.salt,
+                ignore_eos=arrival.ignore_eos,
+                stop_token_ids=arrival.stops,
+            )
+        except CapacityError as error:
+            assert error.field == "n"
+            self.refused += 1
+            return None
+        except RequestError as error:
+            assert error.field == "prompt"
+            self.refused += 1
+            return None
+        self.added[request] = arrival
+        return request
+
+    def _abort(self, request: Request) -> None:
+        was_live = not all(sequence.is_finished for sequence in request.sequences)
+        assert self.driver.scheduler.abort(request.request_id) == was_live
+        if was_live:
+            self.aborted.add(request)
+
+    def _fault(self, plan: StepPlan, ran: list[Request]) -> StepFailure | DrawFailure | None:
+        for request in ran:
+            arrival = self.added[request]
+            if arrival.breaks_at is not None and any(
+                s.num_output_tokens >= arrival.breaks_at for s in request.unfinished
+            ):
+                name = f"request {request.request_id} breaks"
+                return DrawFailure(request, name) if arrival.breaks == "draw" else StepFailure(name, arrival.breaks)
+        if plan.step in self.scenario.failing_steps:
+            return StepFailure("nobody's fault", ("nothing", "copies", "forward")[mix(plan.step) % 3])
+        return None
+
+    def _check(self) -> None:
+        self.driver.check_outputs()
+        self.driver.check_idle()
+        for request, arrival in self.added.items():
+            reasons = {sequence.finish_reason for sequence in request.sequences}
+            if FinishReason.ABORT in reasons:
+                assert request in self.aborted
+            if FinishReason.ERROR in reasons:
+                assert request.error is not None
+                if "nobody's fault" in request.error:  # it was alone in a step that failed
+                    continue
+                assert arrival.breaks_at is not None, f"fell with another one: {request.error}"
+                assert f"request {request.request_id} breaks" in request.error
