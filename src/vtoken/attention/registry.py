@@ -1,0 +1,10 @@
+"""Attention backends by name."""
+
+from __future__ import annotations
+
+from vtoken.attention.base import AttentionBackend
+from vtoken.attention.reference import ReferenceAttention
+from vtoken.base.registry import Registry
+
+BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
+BACKENDS.register("reference")(ReferenceAttention)

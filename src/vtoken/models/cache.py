@@ -1,0 +1,43 @@
+"""Where converted and fetched models are kept: `$VTOKEN_CACHE`, else `~/.cache/vtoken`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from vtoken.base.errors import CheckpointError
+
+
+def cache_dir() -> Path:
+    """Root of the cache; it may not exist yet."""
+    chosen = os.environ.get("VTOKEN_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "vtoken"
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target` that becomes `target` if the block ends well and vanishes if not.
+
+    So a folder in the cache is always whole. If someone else finished the same folder meanwhile, theirs stays. Raises
+    CheckpointError where the cache cannot be written.
+    """
+    work = target.with_name(f".{target.name}-{uuid4().hex}")
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the model cache cannot be written ({error}); set VTOKEN_CACHE to another folder"
+        ) from error
+    try:
+        yield work
+        try:
+            work.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,201 @@
+"""Read `config.json` and `generation_config.json` of a checkpoint folder.
+
+Plain json on purpose: `transformers.AutoConfig` costs seconds of import, fills in defaults where we want to see what is
+missing, and may look on the network. Without torch, so that planning for a model does not cost its import either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from vtoken.base.errors import CheckpointError
+from vtoken.models.registry import supported_architectures
+from vtoken.models.spec import AttentionSpec, ModelSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_REQUIRED: Final[Any] = object()
+
+# What transformers takes for a window that the config does not mention; None in the file means no window.
+_DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096}
+
+
+class ConfigSection:
+    """A JSON object whose values are read with their types checked; every error names file, key and value.
+
+    A key that is null counts as absent.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.path = path  # the file, for error texts
+        self._values = values
+        self._prefix = prefix
+
+    def integer(self, key: str, default: int = _REQUIRED, minimum: int = 1) -> int:
+        value = self._read(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self._wrong(key, f"an integer >= {minimum}", value)
+        return value
+
+    def number(self, key: str, default: float = _REQUIRED) -> float:
+        """A number above zero; all those we read are."""
+        value = self._read(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self._wrong(key, "a number > 0", value)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._read(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def text(self, key: str, default: str = _REQUIRED) -> str:
+        value = self._read(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string", value)
+        return value
+
+    def section(self, key: str) -> ConfigSection | None:
+        """The object under `key`, or None when it is absent, null or empty."""
+        value = self._values.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, "an object", value)
+        return ConfigSection(self.path, value, prefix=f"{self._prefix}{key}.") if value else None
+
+    def is_null(self, key: str) -> bool:
+        """Whether the file says null, where that differs from saying nothing."""
+        return key in self._values and self._values[key] is None
+
+    def token_ids(self, key: str) -> frozenset[int]:
+        """An id, a list of ids, or nothing."""
+        value = self._values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise self._wrong(key, "a token id or a list of token ids", value)
+        return frozenset(ids)
+
+    def _read(self, key: str, default: T) -> T:
+        value = self._values.get(key)
+        if value is not None:
+            return value  # type: ignore[no-any-return]  # the caller checks the type
+        if default is _REQUIRED:
+            raise CheckpointError(f"{self.path}: required key {self._prefix + key!r} is missing")
+        return default
+
+    def _wrong(self, key: str, expected: str, found: object) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {self._prefix + key!r} must be {expected}, found {found!r}")
+
+
+class CheckpointConfig(ConfigSection):
+    """The `config.json` of a folder, of an architecture that we have."""
+
+    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
+        super().__init__(folder / "config.json", values)
+        self.folder = folder
+        self.architecture = self._supported_architecture()
+        self._check_quantization()
+
+    def _supported_architecture(self) -> str:
+        found = self._values.get("architectures")
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found) or not found:
+            raise self._wrong("architectures", "a list of class names such as ['LlamaForCausalLM']", found)
+        supported = supported_architectures()
+        for name in found:
+            if name in supported:
+                return str(name)
+        raise CheckpointError(
+            f"{self.path}: architecture {', '.join(found)} is not supported; supported are {', '.join(supported)}"
+        )
+
+    def _check_quantization(self) -> None:
+        quantization = self.section("quantization_config")
+        if quantization is None:
+            return
+        method = quantization.text("quant_method", default="unknown")
+        # transformers leaves this note in the config of a model that it has dequantised from GGUF.
+        if method != "gguf":
+            raise CheckpointError(
+                f"{self.path}: weights quantised by {method!r} cannot be served; use the unquantised checkpoint "
+                "(float32, bfloat16 or float16 safetensors) or a GGUF file"
+            )
+
+
+def read_config(folder: Path) -> CheckpointConfig:
+    """Read and check `folder/config.json`. Raises CheckpointError: what was expected, what was found, what to do."""
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist; expected a checkpoint folder or a .gguf file")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; expected a checkpoint folder or a .gguf file")
+    path = folder / "config.json"
+    if not path.is_file():
+        found = sorted(entry.name for entry in folder.iterdir()) or ["nothing"]
+        raise CheckpointError(
+            f"{folder}: expected a Hugging Face checkpoint (config.json, *.safetensors, tokenizer files), found "
+            + ", ".join(found if len(found) <= 5 else [*found[:5], "..."])
+        )
+    return CheckpointConfig(folder, _read_json_object(path))
+
+
+def read_model_spec(config: CheckpointConfig) -> ModelSpec:
+    """The `ModelSpec` of a checkpoint whose config uses the usual key names (Llama, Mistral and their kin)."""
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{config.path}: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
+            f"({num_kv_heads})"
+        )
+    head_dim = config.integer("head_dim", default=hidden_size // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"{config.path}: rotary embedding needs an even head_dim, found {head_dim}")
+    num_layers = config.integer("num_hidden_layers")
+    attention = AttentionSpec(scale=head_dim**-0.5, window=_sliding_window(config))
+    return ModelSpec(
+        architecture=config.architecture,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        layers=(attention,) * num_layers,
+        eos_token_ids=config.token_ids("eos_token_id") | _generation_eos_token_ids(config.folder),
+        bos_token_id=min(config.token_ids("bos_token_id"), default=None),
+    )
+
+
+def _sliding_window(config: CheckpointConfig) -> int | None:
+    default = _DEFAULT_WINDOWS.get(config.architecture)
+    if default is None or config.is_null("sliding_window"):
+        return None
+    return config.integer("sliding_window", default=default)
+
+
+def _generation_eos_token_ids(folder: Path) -> frozenset[int]:
+    """Stop ids of `generation_config.json`. Chat models often name theirs only there, some have no such file."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return frozenset()
+    try:
+        return ConfigSection(path, _read_json_object(path)).token_ids("eos_token_id")
+    except CheckpointError as error:
+        logger.warning("%s; its stop ids are ignored", error)
+        return frozenset()
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return values

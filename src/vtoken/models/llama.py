@@ -1,0 +1,134 @@
+"""Llama, and Mistral, which is Llama with a sliding window (arXiv 2302.13971, 2310.06825)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vtoken.base.errors import CheckpointError
+from vtoken.models.base import Attend, CausalLM, WeightTarget
+from vtoken.models.config import CheckpointConfig, read_model_spec
+from vtoken.models.layers import BATCH_INVARIANT, Embedding, GatedMLP, Kernels, Linear, RMSNorm
+from vtoken.models.rope import RopeParameters, RotaryEmbedding, apply_rotary
+from vtoken.models.spec import ModelSpec
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with the three projections in one matrix."""
+
+    def __init__(self, spec: ModelSpec, layer: int, *, bias: bool, dtype: torch.dtype, kernels: Kernels) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = spec.head_dim
+        self.q_size = spec.num_heads * spec.head_dim
+        self.kv_size = spec.num_kv_heads * spec.head_dim
+        self.qkv_proj = Linear(
+            spec.hidden_size, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype, kernels=kernels
+        )
+        self.o_proj = Linear(self.q_size, spec.hidden_size, bias=bias, dtype=dtype, kernels=kernels)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
+        heads = self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in heads)  # [T, heads, head_dim]
+        attended = attend(self.layer, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+        out: Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+    def weight_map(self) -> dict[str, WeightTarget]:
+        """Names below `self_attn.`."""
+        q_end, k_end = self.q_size, self.q_size + self.kv_size
+        return {
+            **self.qkv_proj.weight_map("q_proj", slice(0, q_end)),
+            **self.qkv_proj.weight_map("k_proj", slice(q_end, k_end)),
+            **self.qkv_proj.weight_map("v_proj", slice(k_end, None)),
+            **self.o_proj.weight_map("o_proj"),
+        }
+
+
+class LlamaLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, config: CheckpointConfig, spec: ModelSpec, layer: int, dtype: torch.dtype, kernels: Kernels):
+        super().__init__()
+        eps = config.number("rms_norm_eps", default=1e-6)
+        self.input_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype)
+        self.self_attn = LlamaAttention(
+            spec, layer, bias=config.flag("attention_bias", default=False), dtype=dtype, kernels=kernels
+        )
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype)
+        self.mlp = GatedMLP(
+            spec.hidden_size,
+            config.integer("intermediate_size"),
+            bias=config.flag("mlp_bias", default=False),
+            dtype=dtype,
+            kernels=kernels,
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        mlp_out: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + mlp_out
+
+    def weight_map(self) -> dict[str, WeightTarget]:
+        """Names below `model.layers.<i>.`."""
+        return {
+            "input_layernorm.weight": WeightTarget(self.input_layernorm.weight),
+            "post_attention_layernorm.weight": WeightTarget(self.post_attention_layernorm.weight),
+            **{f"self_attn.{name}": target for name, target in self.self_attn.weight_map().items()},
+            **{f"mlp.{name}": target for name, target in self.mlp.weight_map().items()},
+        }
+
+
+class Llama(CausalLM):
+    """`LlamaForCausalLM` and `MistralForCausalLM` checkpoints."""
+
+    def __init__(self, config: CheckpointConfig, dtype: torch.dtype, kernels: Kernels = BATCH_INVARIANT) -> None:
+        """Make the model with weights still unset. Raises CheckpointError where `config` asks for what we lack."""
+        super().__init__()
+        activation = config.text("hidden_act", default="silu")
+        if activation != "silu":
+            raise CheckpointError(
+                f"{config.path}: hidden_act must be 'silu' for {config.architecture}, found {activation!r}"
+            )
+        self.spec = read_model_spec(config)
+        spec = self.spec
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(LlamaLayer(config, spec, i, dtype, kernels) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, config.number("rms_norm_eps", default=1e-6), dtype=dtype)
+        self.rotary = RotaryEmbedding(
+            RopeParameters.from_config(config), spec.head_dim, max_positions=spec.max_position_embeddings
+        )
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype, kernels=kernels)
+        self.is_tied = config.flag("tie_word_embeddings", default=False)
+        if self.is_tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embed_tokens(token_ids)  # [T, hidden_size]
+        cos, sin = self.rotary(positions)  # [T, head_dim / 2]
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        out: Tensor = self.norm(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(hidden)
+        return out.float()
+
+    def weight_map(self) -> dict[str, WeightTarget]:
+        targets = {
+            "model.embed_tokens.weight": WeightTarget(self.embed_tokens.weight),
+            "model.norm.weight": WeightTarget(self.norm.weight),
+        }
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaLayer)
+            targets |= {f"model.layers.{i}.{name}": target for name, target in layer.weight_map().items()}
+        return targets if self.is_tied else targets | self.lm_head.weight_map("lm_head")
+
+    def tied_weights(self) -> dict[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.is_tied else {}
+
+    @property
+    def flops_per_token(self) -> int:
+        matrices = (parameter for parameter in self.layers.parameters() if parameter.ndim == 2)
+        return 2 * sum(parameter.numel() for parameter in matrices)

@@ -1,0 +1,106 @@
+"""Fill a model from a checkpoint folder, and find the folder that a user's name for a model means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import safe_open
+
+from vtoken.base.errors import CheckpointError, ConfigError
+from vtoken.models.base import CausalLM, WeightTarget
+from vtoken.models.config import read_config
+from vtoken.models.registry import model_class
+from vtoken.models.resolve import resolve_model
+from vtoken.models.shards import Shard, find_shards
+
+__all__ = ["load_model", "resolve_dtype", "resolve_model"]
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Tables that old versions of transformers stored and that every model computes for itself.
+_COMPUTED_TENSORS: Final = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+def resolve_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of "float32", "bfloat16", "float16" or "auto".
+
+    "auto" is float32 whatever the checkpoint says: most CPUs emulate the narrow formats, slower and less exact.
+    """
+    if dtype == "auto":
+        return torch.float32
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype must be 'auto' or one of {', '.join(map(repr, _DTYPES))}, found {dtype!r}")
+    return _DTYPES[dtype]
+
+
+def load_model(path: str | Path, dtype: str = "auto") -> CausalLM:
+    """Load a Hugging Face checkpoint folder (config.json, safetensors) for inference on the CPU.
+
+    Everything that headers can tell is checked before weights are read: files whole, each tensor there once and of the
+    right shape, none left over. Then tensors are copied one at a time from the mapped file to their place, so the peak
+    is one model and one tensor. Raises CheckpointError with what was expected, what was found and what to do.
+    """
+    config = read_config(Path(path))
+    model = model_class(config.architecture)(config, resolve_dtype(dtype))
+    shards = find_shards(config.folder)
+    targets = model.weight_map()
+    _check_names(config.folder, shards, targets, model.tied_weights())
+    for shard in shards:
+        _fill(shard, targets)
+    _check_tied(shards, targets, model.tied_weights())
+    return model.eval()
+
+
+def _check_names(folder: Path, shards: list[Shard], targets: dict[str, WeightTarget], tied: dict[str, str]) -> None:
+    """Every target has its tensor, every tensor its target, and the shapes agree."""
+    shapes = {name: shape for shard in shards for name, shape in shard.shapes.items()}
+    missing = targets.keys() - shapes.keys()
+    if missing:
+        hint = (
+            '; without lm_head.weight the config must say "tie_word_embeddings": true'
+            if missing == {"lm_head.weight"}
+            else ""
+        )
+        raise CheckpointError(f"{folder}: {_listing(missing)} missing from the weights{hint}")
+    unexpected = {name for name in shapes.keys() - targets.keys() - tied.keys() if not _COMPUTED_TENSORS.search(name)}
+    if unexpected:
+        raise CheckpointError(
+            f"{folder}: {_listing(unexpected)} in the weights, but not in the model that config.json describes"
+        )
+    for name, target in targets.items():
+        expected = tuple(target.view.shape)
+        if shapes[name] != expected:
+            raise CheckpointError(
+                f"{folder}: tensor {name!r} has shape {list(shapes[name])}, config.json makes it {list(expected)}"
+            )
+
+
+def _fill(shard: Shard, targets: dict[str, WeightTarget]) -> None:
+    """Copy a file's tensors to their places. Copied, not mapped: torch's own memory is aligned, as kernels like it."""
+    with safe_open(shard.path, framework="pt") as file:
+        for name in shard.shapes:
+            if name in targets:
+                targets[name].view.copy_(file.get_tensor(name))
+
+
+def _check_tied(shards: list[Shard], targets: dict[str, WeightTarget], tied: dict[str, str]) -> None:
+    """A tensor that repeats a tied one must be equal to it; else config and weights contradict each other."""
+    for shard in shards:
+        for name in shard.shapes.keys() & tied.keys():
+            with safe_open(shard.path, framework="pt") as file:
+                stored = file.get_tensor(name)
+            view = targets[tied[name]].view
+            if not torch.equal(stored.to(view.dtype), view):
+                raise CheckpointError(
+                    f"{shard.path}: config.json ties {name!r} to {tied[name]!r}, but the file holds different values "
+                    'for them; set "tie_word_embeddings": false to use both'
+                )
+
+
+def _listing(names: set[str]) -> str:
+    shown = sorted(names)[:5]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(shown)}{more} {'are' if len(names) > 1 else 'is'}"

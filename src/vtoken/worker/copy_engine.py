@@ -1,0 +1,107 @@
+"""`CopyEngine`: the only thing that moves KV."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vtoken.base.errors import EngineError
+from vtoken.memory.copy import Copy, CopyKind
+from vtoken.worker.kv_store import KVStore
+
+
+class CopyEngine:
+    """Runs `Copy` orders between the device store and the host store.
+
+    Ordered copies are done when `run` returns. Beside-copies (those with a ticket) run on one thread of their own, one
+    after the other; `poll` tells which have ended. That nobody touches their cells meanwhile is the books' promise.
+    """
+
+    def __init__(self, device: KVStore, host: KVStore) -> None:
+        assert (device.block_size, device.dtype) == (host.block_size, host.dtype), "stores must have one layout"
+        self._device = device
+        self._host = host
+        self._thread: ThreadPoolExecutor | None = None  # started by the first beside-copy
+        self._beside: dict[int, Future[None]] = {}  # ticket -> its copy, in the order they were given
+        self._counts_lock = threading.Lock()
+        self.num_copies = dict.fromkeys(CopyKind, 0)
+        """Copies done, by kind."""
+        self.bytes_copied = dict.fromkeys(CopyKind, 0)
+        """Bytes of KV written by them, by kind."""
+
+    def run(self, copies: Iterable[Copy]) -> None:
+        """Do the ordered copies one after the other, and start the beside-copies among them."""
+        for copy in copies:
+            if copy.ticket is None:
+                self._copy(copy)
+                continue
+            assert copy.ticket not in self._beside, f"ticket {copy.ticket} is taken"
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vtoken-copy")
+            self._beside[copy.ticket] = self._thread.submit(self._copy, copy)
+
+    def poll(self) -> tuple[int, ...]:
+        """Tickets of the beside-copies that have ended since the last call.
+
+        Raises EngineError when one of them failed; the others keep for the next call.
+        """
+        for ticket, done in self._beside.items():
+            if done.done() and (error := done.exception()) is not None:
+                del self._beside[ticket]
+                raise EngineError(f"copy {ticket} beside the step failed: {error}") from error
+        ended = tuple(ticket for ticket, done in self._beside.items() if done.done())
+        for ticket in ended:
+            del self._beside[ticket]
+        return ended
+
+    def close(self) -> None:
+        """Wait for the copy that is running, drop those that have not begun. May be called twice."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+        self._beside.clear()
+
+    def _copy(self, copy: Copy) -> None:
+        assert len(copy.src) == len(copy.dst), "every source has its destination"
+        # Inference mode is a property of the thread, so the copy thread needs its own.
+        with torch.inference_mode():
+            match copy.kind:
+                case CopyKind.COPY_ON_WRITE | CopyKind.RELOCATE:
+                    self._copy_slots(copy)
+                case CopyKind.SWAP_OUT:
+                    self._copy_blocks(self._device, self._host, copy)
+                case CopyKind.SWAP_IN:
+                    self._copy_blocks(self._host, self._device, copy)
+        with self._counts_lock:
+            self.num_copies[copy.kind] += 1
+            self.bytes_copied[copy.kind] += len(copy) * self._device.bytes_per_token
+
+    def _copy_slots(self, copy: Copy) -> None:
+        src_blocks, src_offsets = self._split(copy.src)
+        dst_blocks, dst_offsets = self._split(copy.dst)
+        for cache in (*self._device.keys, *self._device.values):
+            cache[dst_blocks, :, dst_offsets] = cache[src_blocks, :, src_offsets]
+
+    def _split(self, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        blocks, offsets = np.divmod(slots, self._device.block_size)
+        return torch.from_numpy(blocks), torch.from_numpy(offsets)
+
+    def _copy_blocks(self, source: KVStore, target: KVStore, copy: Copy) -> None:
+        src, dst = self._blocks(copy.src), self._blocks(copy.dst)
+        sources, targets = (*source.keys, *source.values), (*target.keys, *target.values)
+        for read, write in zip(sources, targets, strict=True):
+            write.index_copy_(0, dst, read.index_select(0, src))
+
+    def _blocks(self, slots: NDArray[np.int64]) -> Tensor:
+        """Ids of the whole blocks that the slots of a swap name."""
+        size = self._device.block_size
+        blocks = slots[::size] // size
+        whole = (blocks[:, None] * size + np.arange(size)).ravel()
+        assert np.array_equal(whole, slots), "a swap names whole blocks, their slots in order"
+        return torch.from_numpy(blocks)

@@ -1,0 +1,173 @@
+"""One attention layer over a paged cache, driven as a scheduler would, every freedom of layout in the test's hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.plans import Lane, Slice, make_plan
+from vtoken.attention.metadata import ATTENTION, AttentionMetadata
+from vtoken.attention.reference import ReferenceAttention
+from vtoken.attention.spec import AttentionSpec
+from vtoken.worker.kv_store import KVStore
+
+PLAIN = AttentionSpec(scale=0.25)
+
+
+@dataclass
+class Text:
+    """What one layer computes for one sequence: random queries, keys and values for every position."""
+
+    q: Tensor  # [T, num_heads, head_dim]
+    k: Tensor  # [T, num_kv_heads, head_dim]
+    v: Tensor  # [T, num_kv_heads, head_dim]
+    # Once the first `n` tokens are computed, these positions die: fixed places, as eviction by stride has them.
+    deaths: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    @classmethod
+    def random(
+        cls,
+        num_tokens: int,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 16,
+        seed: int = 0,
+        deaths: Mapping[int, Sequence[int]] | None = None,
+        spread: float = 2.0,
+    ) -> Text:
+        generator = torch.Generator().manual_seed(seed)
+
+        def noise(heads: int) -> Tensor:
+            return torch.randn(num_tokens, heads, head_dim, generator=generator)
+
+        return cls(spread * noise(num_heads), noise(num_kv_heads), noise(num_kv_heads), deaths or {})
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+    def alive_at(self, position: int) -> list[int]:
+        """Positions that the query at `position` may see, windows aside."""
+        dead = {p for n, positions in self.deaths.items() if n <= position for p in positions}
+        return [p for p in range(position + 1) if p not in dead]
+
+
+class Layer:
+    """A KV store of one layer in which cells hold NaN until they are written, and again after their token died."""
+
+    def __init__(
+        self,
+        text: Text,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 64,
+        spec: AttentionSpec = PLAIN,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        _, num_kv_heads, head_dim = text.k.shape
+        self.spec = spec
+        self.store = KVStore(1, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        self.store.keys[0].fill_(torch.nan)
+        self.store.values[0].fill_(torch.nan)
+        self.backend = ReferenceAttention()
+        self.rng = np.random.default_rng(seed)
+        self.free_blocks = [int(b) for b in self.rng.permutation(num_blocks)]
+
+    def step(
+        self, parts: Sequence[tuple[Slice, Text]], statistics: Sequence[str] = ()
+    ) -> tuple[list[Tensor], AttentionMetadata]:
+        """Outputs [T, num_heads, head_dim] of each slice, computed in one plan."""
+        plan = make_plan([part for part, _ in parts], statistics=statistics)
+        meta = AttentionMetadata.from_plan(plan)
+        q, k, v = (
+            torch.cat([getattr(text, name)[part.positions] for part, text in parts]).to(self.store.dtype)
+            for name in "qkv"
+        )
+        k, v = self.store.write(0, k, v, torch.from_numpy(plan.write_slots))
+        out = self.backend.attend(self.spec, q, k, v, self.store.keys[0], self.store.values[0], meta)
+        for part, _ in parts:
+            part.commit()
+        return list(out.split([len(part.token_ids) for part, _ in parts])), meta
+
+    def extend(self, lane: Lane, num_tokens: int, scatter: bool) -> list[int]:
+        """Rows for new tokens: free cells, in any order when scattered, and new blocks when they do not suffice."""
+        size = lane.block_size
+        while True:
+            free = [row for row in range(len(lane.block_table) * size) if row not in lane.past]
+            if len(free) >= num_tokens:
+                break
+            lane.block_table.append(self.free_blocks.pop())
+        return [int(row) for row in (self.rng.permutation(free) if scatter else free)[:num_tokens]]
+
+    def kill(self, lane: Lane, positions: Sequence[int]) -> None:
+        """Positions die; what lay in their cells is poison from now on."""
+        row_of = {position: row for row, position in lane.past.items()}
+        rows = [row_of[position] for position in positions]
+        slots = torch.from_numpy(lane.slots(rows))
+        for cache in (self.store.keys[0], self.store.values[0]):
+            cache[slots // lane.block_size, :, slots % lane.block_size] = torch.nan
+        for row in rows:
+            del lane.past[row]
+
+
+def run(
+    text: Text,
+    *,
+    cuts: Sequence[int] = (),
+    block_size: int = 16,
+    spec: AttentionSpec = PLAIN,
+    scatter: bool = False,
+    neighbours: int = 0,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[Tensor, np.ndarray]:
+    """Compute a text in chunks that end at `cuts` (and wherever tokens die).
+
+    Returns the outputs [T, num_heads, head_dim] and the attention each position drew [T] while it lived.
+    """
+    layer = Layer(text, block_size=block_size, num_blocks=2048 // block_size * 2, spec=spec, dtype=dtype, seed=seed)
+    lane, outputs, drawn = Lane(block_size, []), [], np.zeros(len(text))
+    others = [(Lane(block_size, []), Text.random(256, *_shape(text), seed=900 + i)) for i in range(neighbours)]
+    ends = sorted({*cuts, *text.deaths, len(text)} - {0})
+    for begin, end in zip([0, *ends], ends, strict=False):
+        parts = [(Slice(lane, [0] * (end - begin), begin, layer.extend(lane, end - begin, scatter)), text)]
+        for other, content in others:
+            num_tokens = min(int(layer.rng.integers(1, 20)), len(content) - other.next_position)
+            if num_tokens:
+                first = other.next_position
+                parts.append((Slice(other, [0] * num_tokens, first, layer.extend(other, num_tokens, scatter)), content))
+        order = layer.rng.permutation(len(parts))
+        results, meta = layer.step([parts[i] for i in order], [ATTENTION])
+        mine = order.tolist().index(0)
+        outputs.append(results[mine])
+        for row, position in lane.past.items():
+            drawn[position] += meta.statistics[ATTENTION][mine, row]
+        layer.kill(lane, text.deaths.get(end, ()))
+    return torch.cat(outputs), drawn
+
+
+def _shape(text: Text) -> tuple[int, int, int]:
+    return text.q.shape[1], text.k.shape[1], text.q.shape[2]
+
+
+def dense(text: Text, spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray]:
+    """The oracle's oracle: float64 softmax over the visible tokens, one query and one head after the other."""
+    q, k, v = (x.double().numpy() for x in (text.q, text.k, text.v))
+    num_tokens, num_heads, _ = q.shape
+    group = num_heads // k.shape[1]
+    out, drawn = np.zeros_like(q), np.zeros(num_tokens)
+    for position in range(num_tokens):
+        seen = [p for p in text.alive_at(position) if spec.window is None or p > position - spec.window]
+        for head in range(num_heads):
+            scores = spec.scale * k[seen, head // group] @ q[position, head]
+            if spec.soft_cap is not None:
+                scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum()
+            out[position, head] = weights @ v[seen, head // group]
+            drawn[seen] += weights
+    return out, drawn

@@ -1,0 +1,158 @@
+"""Tiny random checkpoints, written by transformers itself, for tests that need a real model.
+
+The weights are drawn so that attention matters and no two parameters are alike: norms are not all ones, biases not
+zero, scores spread. A wrong row, mask or scale then shows in the logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+BOS = 256
+EOS = 257
+VOCAB_SIZE = 258  # the 256 bytes (token id = byte), then BOS and EOS
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+
+
+def save_llama(
+    folder: Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int | None = None,
+    intermediate_size: int = 112,
+    max_position_embeddings: int = 512,
+    tied: bool = False,
+    rope: dict[str, Any] | None = None,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    eos_token_id: int | list[int] | None = None,
+    bos_token_id: int | None = None,
+    max_shard_size: str = "1GB",
+    tokenizer: bool = False,
+) -> Path:
+    """Write a `LlamaForCausalLM` checkpoint to `folder` and return it.
+
+    No stop id unless one is asked for, so that an answer's length is the test's choice. `max_shard_size="50KB"` makes
+    several shards with an index; `tokenizer=True` adds the byte-level one (with `bos_token_id=BOS, eos_token_id=EOS` if
+    the model is to know them).
+    """
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        rope_parameters=dict(rope) if rope else None,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        tie_word_embeddings=tied,
+        eos_token_id=eos_token_id,
+        bos_token_id=bos_token_id,
+    )
+    return _save(LlamaForCausalLM(config), folder, seed, max_shard_size, tokenizer)
+
+
+def save_mistral(
+    folder: Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int | None = None,
+    intermediate_size: int = 112,
+    max_position_embeddings: int = 512,
+    sliding_window: int | None = 8,
+    tied: bool = False,
+    eos_token_id: int | list[int] | None = None,
+    bos_token_id: int | None = None,
+    max_shard_size: str = "1GB",
+    tokenizer: bool = False,
+) -> Path:
+    """Write a `MistralForCausalLM` checkpoint to `folder` and return it; else as `save_llama`."""
+    config = MistralConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        sliding_window=sliding_window,
+        tie_word_embeddings=tied,
+        eos_token_id=eos_token_id,
+        bos_token_id=bos_token_id,
+    )
+    return _save(MistralForCausalLM(config), folder, seed, max_shard_size, tokenizer)
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """Write a byte-level tokenizer: any text, one token a byte; `BOS` and `EOS` are known but not added."""
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def byte_characters() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    substitutes = map(chr, range(256, 512))
+    return [chr(byte) if byte in printable else next(substitutes) for byte in range(256)]
+
+
+def _save(model: PreTrainedModel, folder: Path, seed: int, max_shard_size: str, tokenizer: bool) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("bias"):
+                parameter.copy_(0.1 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(1 + 0.2 * noise)
+            else:
+                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+    # transformers would write stop ids of its own into an empty one.
+    model.generation_config = GenerationConfig(
+        eos_token_id=model.config.eos_token_id, bos_token_id=model.config.bos_token_id
+    )
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if tokenizer:
+        save_tokenizer(folder)
+    return folder
