@@ -1,0 +1,1 @@
+"""The command line. Thin: it parses, calls the engine and prints."""

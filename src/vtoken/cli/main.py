@@ -1,0 +1,69 @@
+"""`vtoken`: the commands, and how their failures look."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+import vtoken
+from vtoken.cli import generate, models
+
+_ABOUT = """
+An LLM engine on a paged KV cache with token-level eviction.
+
+Start with a small real model (about 100 MB to download):
+
+    vtoken models get smollm2-135m
+
+    vtoken generate smollm2-135m -p "Why is the sky blue?"
+
+A model is a Hugging Face checkpoint folder, a .gguf file, or a name that `vtoken models list` shows.
+
+Only `models get` ever asks the network.
+"""
+
+app = typer.Typer(
+    help=_ABOUT,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.add_typer(models.app, name="models")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"vtoken {vtoken.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def run() -> None:
+    """Entry point. A failure is one line on stderr: exit code 2 for what the user can mend, 1 for anything else."""
+    try:
+        code = app(standalone_mode=False)
+    except typer.TyperException as error:  # of the command line itself
+        _fail(error.format_message().rstrip(".") + "; see --help", error.exit_code)
+    except (vtoken.ConfigError, vtoken.RequestError, vtoken.CheckpointError) as error:
+        _fail(str(error), 2)
+    except vtoken.VtokenError as error:
+        _fail(str(error), 1)
+    sys.exit(code)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(code)

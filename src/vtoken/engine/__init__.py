@@ -1,0 +1,1 @@
+"""The face: requests in, answers out."""

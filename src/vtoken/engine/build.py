@@ -1,0 +1,81 @@
+"""From settings to a running engine: load the model, size the pool, wire the parts."""
+
+from __future__ import annotations
+
+import logging
+
+from vtoken.attention.registry import BACKENDS
+from vtoken.base.clock import Clock
+from vtoken.base.config import EngineConfig
+from vtoken.base.units import format_bytes
+from vtoken.engine.engine import Engine, EngineFacts
+from vtoken.engine.text import Tokenizer
+from vtoken.executor.local import LocalExecutor
+from vtoken.memory.kv_cache_manager import KVCacheManager
+from vtoken.models.base import CausalLM
+from vtoken.models.loader import load_model, resolve_model
+from vtoken.planner.kv_memory import KVShape, plan_kv
+from vtoken.schedule.preemption import PreemptionCosts
+from vtoken.schedule.scheduler import Scheduler, SchedulerConfig
+
+logger = logging.getLogger("vtoken")
+
+
+def build_engine(config: EngineConfig, clock: Clock) -> Engine:
+    """Start an engine. Raises ConfigError or CheckpointError before anything large is taken, where that can be told."""
+    BACKENDS[config.attention_backend]  # an unknown name should not wait for the weights
+    folder = resolve_model(config.model)
+    model = load_model(folder, config.dtype)
+    spec = model.spec
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = Tokenizer.from_folder(config.tokenizer or folder, spec.vocab_size)
+    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, model.dtype.itemsize)
+    sizes = plan_kv(config, shape, spec.max_position_embeddings)
+    executor = LocalExecutor(
+        model,
+        num_blocks=sizes.num_blocks,
+        block_size=config.block_size,
+        num_host_blocks=sizes.num_host_blocks,
+        attention_backend=config.attention_backend,
+        kv_dtype=model.dtype,
+    )
+    memory = KVCacheManager(
+        sizes.num_blocks,
+        config.block_size,
+        num_host_blocks=sizes.num_host_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        preemption=config.preemption,
+        eos_token_ids=spec.eos_token_ids,
+    )
+    block_bytes = shape.bytes_per_block(config.block_size)
+    costs = _measure_costs(model, executor, block_bytes, config.block_size) if config.preemption == "auto" else None
+    scheduler = Scheduler(limits, memory, clock, costs=costs, row_positions=executor.backend.needs_row_positions)
+    facts = EngineFacts(spec.vocab_size, spec.bos_token_id, block_bytes, model.num_weight_bytes)
+    logger.info(
+        "%s: weights %s, KV pool %s = %d blocks of %d tokens, sequences up to %d tokens",
+        spec.architecture,
+        format_bytes(facts.weight_bytes),
+        format_bytes(sizes.num_blocks * block_bytes),
+        sizes.num_blocks,
+        config.block_size,
+        sizes.max_model_len,
+    )
+    return Engine(scheduler, executor, facts, tokenizer=tokenizer, seed=config.seed, clock=clock)
+
+
+def _measure_costs(model: CausalLM, executor: LocalExecutor, block_bytes: int, block_size: int) -> PreemptionCosts:
+    measured, spec = executor.measure_costs(), model.spec
+    return PreemptionCosts(
+        bytes_per_block=block_bytes,
+        block_size=block_size,
+        link_bytes_per_second=measured.copy_bytes_per_s,
+        flops_per_token=model.flops_per_token,
+        flops_per_token_pair=4 * spec.num_layers * spec.num_heads * spec.head_dim,
+        flops_per_second=measured.flops_per_s,
+    )

@@ -1,0 +1,235 @@
+"""`Engine`: requests in, steps, outputs out. One thread, no waiting: whoever owns it decides when to step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from vtoken.base.clock import Clock, MonotonicClock
+from vtoken.base.errors import RequestError
+from vtoken.base.hashing import mix64
+from vtoken.base.sampling_params import SamplingParams
+from vtoken.base.validation import shorten
+from vtoken.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from vtoken.engine.stats import EngineStats
+from vtoken.engine.text import IncrementalDetokenizer, Tokenizer, prompt_of_nothing
+from vtoken.executor.base import Executor
+from vtoken.schedule.scheduler import Scheduler
+from vtoken.schedule.sequence import Request, Sequence
+
+OutputKind = Literal["cumulative", "final"]
+Prompt = str | SequenceOf[int]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine is told about the model that its parts do not know."""
+
+    vocab_size: int
+    bos_token_id: int | None
+    bytes_per_block: int
+    weight_bytes: int
+
+
+class Engine:
+    """Continuous batching over one scheduler and one executor.
+
+    Use: `add_request`, then `step` while `has_unfinished_requests()`. A request that fails ends with finish_reason
+    "error"; the others, and the engine, go on. `LLM` wraps this for lists of prompts.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        facts: EngineFacts,
+        *,
+        tokenizer: Tokenizer | None = None,
+        seed: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+        self._clock = clock or MonotonicClock()
+        self._num_requests = 0
+        self._busy_seconds = 0.0
+        self._tracked: dict[str, _Tracked] = {}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request.
+
+        `prompt` is text or token ids. `output_kind`: "cumulative" gives an output after every step that brought the
+        request a token, "final" only the last one. Texts with different `cache_salt` never share cached blocks.
+
+        Raises RequestError, with the field at fault, for anything that could not run; nothing is queued then.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id: expected text that is not empty, got {request_id!r}", "request_id")
+        params = SamplingParams() if params is None else params
+        params.check_vocabulary(self.facts.vocab_size)
+        token_ids = self._encode(prompt)
+        seed = params.seed
+        if seed is None:
+            seed = int(mix64(self._seed & (2**64 - 1), self._num_requests))
+        request = self.scheduler.add(request_id, token_ids, params, seed=seed, cache_salt=cache_salt)
+        self._num_requests += 1
+        text = prompt if isinstance(prompt, str) else None
+        self._tracked[request_id] = _Tracked(request, text, output_kind, self.tokenizer)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests, in whatever state, and give their blocks back. Unknown and ended ones are no error.
+
+        The next `step` returns their last outputs, with finish_reason "abort".
+        """
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self.scheduler.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        return bool(self._tracked)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns the requests it brought a token (those that asked for it) and those that ended."""
+        started = self._clock.now()
+        drawn: list[tuple[Sequence, int]] = []
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            try:
+                result = self.executor.execute(plan)
+            except BaseException as error:
+                self.scheduler.fail(error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                drawn = self.scheduler.apply(result)
+        outputs = self._report(drawn)
+        self._busy_seconds += self._clock.now() - started
+        return outputs
+
+    def _report(self, drawn: list[tuple[Sequence, int]]) -> list[RequestOutput]:
+        advanced: dict[str, _Tracked] = {}
+        for sequence, token in drawn:
+            request_id = sequence.request.request_id
+            tracked = self._tracked[request_id]
+            if tracked.kind == "cumulative":
+                tracked.push(sequence, token)
+                advanced[request_id] = tracked
+        for request in self.scheduler.take_finished():
+            advanced[request.request_id] = self._tracked.pop(request.request_id)
+        return [tracked.output() for tracked in advanced.values()]
+
+    def stats(self) -> EngineStats:
+        """What the memory holds now, and what happened so far."""
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        return EngineStats(
+            usage=memory.usage(),
+            num_host_blocks=memory.host_pool.num_blocks,
+            free_host_blocks=memory.host_pool.num_free,
+            bytes_per_block=self.facts.bytes_per_block,
+            weight_bytes=self.facts.weight_bytes,
+            max_model_len=scheduler.config.max_model_len,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_preempted=scheduler.num_preempted,
+            memory=memory.counters.copy(),
+            scheduler=scheduler.counters.copy(),
+            busy_seconds=self._busy_seconds,
+        )
+
+    def close(self) -> None:
+        """Give the executor's memory and threads back. May be called twice."""
+        self.executor.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "prompt: this engine has no tokenizer (skip_tokenizer_init=True); send token ids", "prompt"
+                )
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, bytes) or not isinstance(prompt, SequenceOf | np.ndarray):
+            raise RequestError(f"prompt: expected text or token ids, got {type(prompt).__name__}", "prompt")
+        if not len(prompt):
+            return prompt_of_nothing(self.facts.bos_token_id)
+        token_ids: list[Any] = list(prompt)
+        strange = next((t for t in token_ids if isinstance(t, bool) or not isinstance(t, int | np.integer)), None)
+        if strange is not None:
+            raise RequestError(f"prompt: expected whole numbers as token ids, got {shorten(strange)}", "prompt")
+        largest = self.facts.vocab_size - 1
+        outside = next((t for t in token_ids if not 0 <= t <= largest), None)
+        if outside is not None:
+            raise RequestError(
+                f"prompt: token ids go from 0 to {largest} (the vocabulary), got {shorten(outside)}", "prompt"
+            )
+        return [int(t) for t in token_ids]
+
+
+class _Tracked:
+    """A request that the engine owes outputs, and the text of its choices so far."""
+
+    def __init__(self, request: Request, prompt: str | None, kind: OutputKind, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self.kind = kind
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._texts = [""] * len(request.sequences)
+        self._detokenizers = [
+            IncrementalDetokenizer(tokenizer) if tokenizer is not None and kind == "cumulative" else None
+            for _ in request.sequences
+        ]
+
+    def push(self, sequence: Sequence, token: int) -> None:
+        detokenizer = self._detokenizers[sequence.choice]
+        if detokenizer is not None:
+            self._texts[sequence.choice] += detokenizer.push(token)
+
+    def _text(self, sequence: Sequence) -> str:
+        if sequence.is_finished and self._tokenizer is not None:
+            return self._tokenizer.decode(sequence.output_token_ids)
+        return self._texts[sequence.choice]
+
+    def output(self) -> RequestOutput:
+        request = self.request
+        choices = [
+            CompletionOutput(
+                index=sequence.choice,
+                text=self._text(sequence),
+                token_ids=sequence.output_token_ids,
+                finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
+                stop_reason=sequence.stop_reason,
+                error=request.error,
+                died_at=dict(sequence.died_at),
+            )
+            for sequence in request.sequences
+        ]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=choices,
+            finished=not request.unfinished,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=RequestMetrics(
+                arrival_time=request.arrival_time,
+                first_scheduled_time=request.first_scheduled_time,
+                first_token_time=request.first_token_time,
+                finished_time=request.finish_time,
+                num_preemptions=request.num_preemptions,
+            ),
+        )

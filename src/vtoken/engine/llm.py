@@ -1,0 +1,161 @@
+"""`LLM`: a model, ready to answer lists of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Self
+
+import numpy as np
+from tqdm import tqdm
+
+from vtoken.base.clock import MonotonicClock
+from vtoken.base.config import EngineConfig
+from vtoken.base.errors import EngineError, RequestError
+from vtoken.base.sampling_params import SamplingParams
+from vtoken.engine.build import build_engine
+from vtoken.engine.engine import Engine, Prompt
+from vtoken.engine.outputs import RequestOutput
+from vtoken.engine.stats import EngineStats
+from vtoken.engine.text import Tokenizer
+
+Prompts = str | SequenceOf[int] | Mapping[str, Any] | SequenceOf[str | SequenceOf[int] | Mapping[str, Any]]
+
+
+class LLM:
+    """Loads a model and answers prompts, many at once.
+
+    >>> llm = LLM("smollm2-135m", num_blocks=256, max_model_len="auto")
+    >>> [answer] = llm.generate("The capital of France is", SamplingParams(temperature=0.0))
+
+    Args:
+        model: a checkpoint folder, a .gguf file, or a name that `vtoken models list` shows.
+        settings: fields of `EngineConfig`, named as in vLLM: dtype, block_size, num_blocks or kv_memory,
+            max_model_len, max_num_seqs, max_num_batched_tokens, enable_prefix_caching, preemption, swap_space,
+            attention_backend, seed, tokenizer, skip_tokenizer_init.
+
+    Raises ConfigError or CheckpointError, in one line, for what cannot work.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.config = EngineConfig(model=model, **settings)
+        self.engine: Engine = build_engine(self.config, MonotonicClock())
+        self._num_calls = 0
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts; outputs come in the order of the prompts.
+
+        Args:
+            prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}` or
+                `{"prompt_token_ids": ids}`; a mapping may add a `"cache_salt"`.
+            sampling_params: for all prompts, or a list with one for each.
+            use_tqdm: show a progress bar.
+
+        Raises RequestError, before anything runs, if one of the prompts or parameters is wrong. A request that fails
+        later ends with finish_reason "error"; the others are not touched.
+        """
+        if self.engine.has_unfinished_requests():
+            raise EngineError("generate() was called while the engine has requests of its own; let them finish first")
+        parsed = [_parse(prompt) for prompt in _as_list(prompts)]
+        params = _params_for(len(parsed), sampling_params)
+        self._num_calls += 1
+        ids = [f"{self._num_calls}-{i}" for i in range(len(parsed))]
+        try:
+            for i, ((prompt, salt), each) in enumerate(zip(parsed, params, strict=True)):
+                try:
+                    self.engine.add_request(ids[i], prompt, each, output_kind="final", cache_salt=salt)
+                except RequestError as error:
+                    if len(parsed) == 1:
+                        raise
+                    raise type(error)(f"prompt {i} of {len(parsed)}: {error}", error.field) from None
+            return self._run(ids, use_tqdm)
+        except BaseException:  # Ctrl-C too: nothing of this call is left behind
+            self.engine.abort_request(ids)
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
+            raise
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    outputs[output.request_id] = output
+                    bar.update()
+                bar.set_postfix_str(f"{self.engine.scheduler.counters.tokens_generated} tokens", refresh=False)
+        return [outputs[request_id] for request_id in ids]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises EngineError with skip_tokenizer_init=True."""
+        if self.engine.tokenizer is None:
+            raise EngineError("this engine has no tokenizer (skip_tokenizer_init=True)")
+        return self.engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        """What the memory holds now, and what happened so far."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Give memory and threads back. May be called twice."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompts) -> list[Any]:
+    """One prompt or many: a flat list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, SequenceOf | np.ndarray) or isinstance(prompts, bytes):
+        raise RequestError(
+            f"prompt: expected text, token ids or a list of them, got {type(prompts).__name__}", "prompt"
+        )
+    if len(prompts) and isinstance(prompts[0], int | np.integer) and not isinstance(prompts[0], bool):
+        return [prompts]
+    return list(prompts)
+
+
+def _parse(prompt: Any) -> tuple[Prompt, str | None]:
+    """(text or token ids, cache salt)"""
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    known = {"prompt", "prompt_token_ids", "cache_salt"}
+    kinds = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+    if len(kinds) != 1 or set(prompt) - known:
+        raise RequestError(
+            "prompt: a mapping has either 'prompt' or 'prompt_token_ids', and may have a 'cache_salt'; got "
+            f"{sorted(map(str, prompt))}",
+            "prompt",
+        )
+    salt = prompt.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt: expected text, got {type(salt).__name__}", "cache_salt")
+    return prompt[kinds[0]], salt
+
+
+def _params_for(
+    num_prompts: int, params: SamplingParams | SequenceOf[SamplingParams] | None
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, SequenceOf) or not all(isinstance(each, SamplingParams) for each in params):
+        raise RequestError(
+            f"sampling_params: expected SamplingParams or a list of them, got {type(params).__name__}",
+            "sampling_params",
+        )
+    if len(params) != num_prompts:
+        raise RequestError(
+            f"sampling_params: {len(params)} for {num_prompts} prompts; give one for all, or one for each",
+            "sampling_params",
+        )
+    return list(params)

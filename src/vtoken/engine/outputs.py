@@ -1,0 +1,52 @@
+"""What a request gives back, shaped as vLLM's outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One choice of a request, as far as it has come."""
+
+    index: int
+    text: str  # "" without a tokenizer
+    token_ids: list[int]
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
+    stop_reason: int | None = None  # the stop token, where one of `stop_token_ids` ended the choice
+    error: str | None = None  # what went wrong, where finish_reason is "error"
+    # Tokens that were evicted: position -> length of the text when it happened. Such a token was not seen afterwards.
+    died_at: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened, in seconds of the engine's clock, and what they cost."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request and its choices; `outputs[j].index == j`."""
+
+    request_id: str
+    prompt: str | None  # None when it came as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, so never computed for this request
+    metrics: RequestMetrics | None = None
+
+    @property
+    def error(self) -> str | None:
+        """The first error among the choices."""
+        return next((output.error for output in self.outputs if output.error is not None), None)

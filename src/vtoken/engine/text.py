@@ -1,0 +1,194 @@
+"""Text to token ids and back. transformers is imported when the first tokenizer is loaded, not before."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vtoken.base.errors import CheckpointError, RequestError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put for bytes that are no character
+# A character has at most 4 bytes and a token at least one, so only the last 3 tokens can hold the start of a cut one.
+_MAX_CUT_TOKENS = 3
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, kept to what an engine needs.
+
+    Special tokens, and ids that the model has but the tokenizer has not (padded vocabularies), have no text.
+    """
+
+    def __init__(self, backend: Any, vocab_size: int | None = None) -> None:
+        """`backend` is a transformers tokenizer, `vocab_size` the number of rows of the model's embedding.
+
+        Raises CheckpointError if the tokenizer knows ids that the model does not.
+        """
+        vocabulary: dict[str, int] = backend.get_vocab()
+        largest = max(vocabulary.values(), default=-1)
+        if vocab_size is not None and largest >= vocab_size:
+            raise CheckpointError(
+                f"the tokenizer has token ids up to {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
+                "give the tokenizer that belongs to this model with tokenizer="
+            )
+        self.backend = backend
+        self.bos_token_id: int | None = backend.bos_token_id
+        self.eos_token_id: int | None = backend.eos_token_id
+        special = {token_id for token_id, token in backend.added_tokens_decoder.items() if token.special}
+        self._audible = frozenset(vocabulary.values()) - special - set(backend.all_special_ids)
+        # Sentencepiece vocabularies spell characters they lack as one token for each byte, "<0xE4>".
+        byte_tokens = {vocabulary.get(f"<0x{byte:02X}>", -1): bytes([byte]) for byte in range(256)}
+        self._byte_tokens = byte_tokens if -1 not in byte_tokens else {}
+        self.letter_token = vocabulary.get("<0x41>", -1)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.backend.chat_template)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
+        """Load the tokenizer of a checkpoint folder; the network is never asked.
+
+        Raises CheckpointError if there is none, if it cannot be read, or if it does not belong to the model.
+        """
+        folder = Path(folder)
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise CheckpointError(
+                f"no tokenizer in {folder}: expected one of {', '.join(_TOKENIZER_FILES)}; give a folder that has one "
+                "with tokenizer=, or set skip_tokenizer_init=True and send token ids"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # a damaged file surfaces as almost any type
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(f"the tokenizer in {folder} cannot be read: {reason}") from error
+        return cls(backend, vocab_size)
+
+    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with what the tokenizer puts around one (a BOS token, where the model was trained so).
+
+        An empty prompt becomes the BOS token. Raises RequestError if there is none, and for text that is no Unicode.
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt: character {error.start} is half a surrogate pair, not text", "prompt"
+            ) from None
+        token_ids: list[int] = self.backend.encode(prompt, add_special_tokens=add_special_tokens)
+        return token_ids or prompt_of_nothing(self.bos_token_id)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation in the model's own format, ending where the assistant is to answer.
+
+        `messages` are `{"role": ..., "content": ...}`. Raises RequestError if the model has no chat template or its
+        template refuses the conversation.
+        """
+        if not self.has_chat_template:
+            raise RequestError(
+                "messages: this model has no chat template; send a plain prompt, or add a chat_template.jinja to it",
+                "messages",
+            )
+        try:
+            text: str = self.backend.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like
+            raise RequestError(f"messages: the model's chat template refused them: {error}", "messages") from error
+        # The template has written the special tokens already.
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`: exactly what `IncrementalDetokenizer` gives for them, piece by piece."""
+        text = self.decode_raw([token_id for token_id in token_ids if token_id in self._audible])
+        if _REPLACEMENT not in text:
+            return text
+        # Some decoders give up a whole run of byte tokens for one bad byte; a stream has shown its good part by then.
+        detokenizer = IncrementalDetokenizer(self)
+        return "".join(map(detokenizer.push, token_ids)) + detokenizer.finish()
+
+    def decode_raw(self, token_ids: list[int]) -> str:
+        """What the tokenizer itself makes of `token_ids`."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def is_audible(self, token_id: int) -> bool:
+        """Whether a token has text: it exists and is not special."""
+        return token_id in self._audible
+
+    def byte_of(self, token_id: int) -> bytes | None:
+        """The byte that a byte token stands for, None for any other token."""
+        return self._byte_tokens.get(token_id)
+
+
+class IncrementalDetokenizer:
+    """Text of one growing answer, in pieces that never break a character and together are its `Tokenizer.decode`.
+
+    A decoder may treat the start of a text specially (a leading space goes) and merges the bytes of neighbouring
+    tokens, so a token is decoded behind an *anchor*, tokens whose text is out already, and what the anchor alone gives
+    is cut off. Both stay a few tokens long: the cost of a token does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._anchor: list[int] = []
+        self._pending: list[int] = []  # tokens whose last character is not whole yet
+        self._shown = 0  # characters of the text of anchor and pending that are out
+        self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")  # of byte tokens beyond ASCII
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; often "" inside a character."""
+        if not self._tokenizer.is_audible(token_id):
+            return ""
+        byte = self._tokenizer.byte_of(token_id)
+        if byte is not None and not byte.isascii():
+            piece = self._release() + self._bytes.decode(byte)
+            # A byte alone may be no character; a letter's byte token is one, and stands for whatever came before.
+            self._move_anchor([self._tokenizer.letter_token])
+            return piece
+        return self._bytes.decode(b"", final=True) + self._push_whole(token_id)
+
+    def finish(self) -> str:
+        """The rest. A character that was cut off at the end is one replacement character."""
+        return self._release() + self._bytes.decode(b"", final=True)
+
+    def _push_whole(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._text()
+        if not text.endswith(_REPLACEMENT):
+            piece = text[self._shown :]
+            self._move_anchor(self._pending)
+            return piece
+        if len(self._pending) <= _MAX_CUT_TOKENS:
+            return ""
+        # More tokens than one character can have: only the last replacement may still turn into something.
+        piece = text[self._shown : -1]
+        self._anchor, self._pending = [], self._pending[-_MAX_CUT_TOKENS:]
+        self._shown = len(self._text()) - 1
+        return piece
+
+    def _release(self) -> str:
+        piece = self._text()[self._shown :]
+        self._shown += len(piece)
+        return piece
+
+    def _move_anchor(self, token_ids: list[int]) -> None:
+        self._anchor, self._pending = token_ids, []
+        self._shown = len(self._text())
+
+    def _text(self) -> str:
+        return self._tokenizer.decode_raw(self._anchor + self._pending)
+
+
+def prompt_of_nothing(bos_token_id: int | None) -> list[int]:
+    """The token ids of an empty prompt: the BOS token, which every text starts with where a model has one.
+
+    Raises RequestError where it has none.
+    """
+    if bos_token_id is None:
+        raise RequestError(
+            "prompt: empty, and this model has no BOS token to start from; send at least one token", "prompt"
+        )
+    return [bos_token_id]

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import vtoken as package
+from tests.cli.conftest import Ran
+
+Vtoken = Callable[..., Ran]
+
+
+def test_version(vtoken: Vtoken) -> None:
+    assert vtoken("--version") == (0, f"vtoken {package.__version__}\n", "")
+
+
+@pytest.mark.parametrize("line", [[], ["--help"], ["-h"]])
+def test_help_teaches_the_first_steps(vtoken: Vtoken, line: list[str]) -> None:
+    ran = vtoken(*line)
+    assert ran.code == 0
+    assert "vtoken models get smollm2-135m" in ran.out
+    assert "vtoken generate smollm2-135m -p" in ran.out
+
+
+def test_help_of_a_command_shows_examples(vtoken: Vtoken) -> None:
+    out = vtoken("generate", "--help").out
+    assert out.count("vtoken generate") >= 4
+    assert "--kv-memory" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["generate"], "Missing argument 'model'"),
+        (["generate", "m"], "no prompt; give one with -p/--prompt"),
+        (["generate", "m", "--nope"], "No such option: --nope"),
+        (["generate", "m", "-p", "x", "--n", "0"], "n: expected a whole number from 1 to 1024, got 0"),
+        (["generate", "m", "-p", "x", "--n", "two"], "Invalid value for '--n'"),
+        (["generate", "m", "-p", "x", "--temperature", "nan"], "temperature: expected a number"),
+        (["generate", "m", "-p", "x", "--dtype", "int8"], "Invalid value for '--dtype'"),
+        (["generate", "m", "-p", "x", "--kv-memory", "lots"], "'lots' is no size"),
+        (["generate", "m", "-p", "x", "--max-model-len", "long"], "neither a whole number nor 'auto'"),
+        (["generate", "m", "-p", "x", "--num-blocks", "4", "--kv-memory", "1MiB"], "both set the size of the KV pool"),
+        (["generate", "m", "-p", "x", "--swap-space", "9999TB", "--preemption", "swap"], "this host has"),
+        (["generate", "m", "--prompts-file", "/nowhere/prompts"], "/nowhere/prompts cannot be read"),
+        (["generate", "/nowhere/model", "-p", "x"], "/nowhere/model does not exist"),
+        (["models", "get"], "Missing argument 'name'"),
+        (["models", "get", "gpt-9"], "there is no model 'gpt-9' to get; there is: smollm2-135m"),
+        (["model"], "No such command 'model'"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(vtoken: Vtoken, line: list[str], said: str) -> None:  # U84, U91
+    ran = vtoken(*line)
+    assert ran.code == 2
+    assert ran.err.startswith("error: ")
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+    assert ran.out == ""
+
+
+def test_our_own_failure_is_one_line_and_exit_code_1(vtoken: Vtoken, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str, progress: object) -> Path:
+        raise package.EngineError("the step failed")
+
+    monkeypatch.setattr("vtoken.models.catalog.get_model", broken)
+    assert vtoken("models", "get", "smollm2-135m") == (1, "", "error: the step failed\n")
+
+
+def test_models_get_prints_the_folder_alone_on_stdout(
+    vtoken: Vtoken, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def get_model(name: str, progress: Callable[[str], None]) -> Path:
+        progress(f"getting {name}")
+        return tmp_path
+
+    monkeypatch.setattr("vtoken.models.catalog.get_model", get_model)
+    assert vtoken("models", "get", "smollm2-135m") == (0, f"{tmp_path}\n", "getting smollm2-135m\n")
+
+
+def test_models_list_says_what_is_here(vtoken: Vtoken, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VTOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    (before,) = [line for line in vtoken("models", "list").out.splitlines() if "smollm2-135m" in line]
+    (tmp_path / "models" / "smollm2-135m").mkdir(parents=True)
+    (after,) = [line for line in vtoken("models", "list").out.splitlines() if "smollm2-135m" in line]
+    assert "  no  " in before
+    assert "  yes  " in after

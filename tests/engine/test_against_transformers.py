@@ -1,0 +1,111 @@
+"""The whole engine against `transformers` in float32: logits to 1e-4, greedy tokens equal, whatever the memory does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine.recorded import Demand, Recording, record, scattered
+from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, save_llama, save_mistral
+from vtoken.models.loader import load_model
+
+NEW_TOKENS = 24
+
+FAMILIES = {
+    "grouped heads": lambda folder: save_llama(folder),
+    "one kv head, tied": lambda folder: save_llama(folder, num_kv_heads=1, tied=True, seed=1),
+    "wide heads, biases": lambda folder: save_llama(folder, head_dim=32, attention_bias=True, mlp_bias=True, seed=2),
+    "llama3 rope, shards": lambda folder: save_llama(folder, rope=LLAMA3_ROPE, max_shard_size="50KB", seed=3),
+    "mistral with a window": lambda folder: save_mistral(folder, sliding_window=9),
+}
+
+MEMORIES = {
+    "roomy": {"num_blocks": 100},
+    "alone": {"num_blocks": 100, "max_num_seqs": 1, "max_num_batched_tokens": 1000},
+    "small chunks": {"num_blocks": 100, "max_num_batched_tokens": 16, "max_num_seqs": 8},
+    "recompute": {"num_blocks": 12, "max_num_batched_tokens": 64, "max_num_seqs": 8},
+    "swap": {"num_blocks": 12, "preemption": "swap", "swap_space": "1MiB"},
+    "blocks of 7": {"num_blocks": 30, "block_size": 7, "preemption": "swap", "swap_space": "20KiB"},
+    "blocks of 4, nothing cached": {"num_blocks": 48, "block_size": 4, "enable_prefix_caching": False},
+}
+
+
+def _prompts() -> list[list[int]]:
+    random = np.random.default_rng(3)
+    shared = random.integers(0, VOCAB_SIZE, 40).tolist()
+    return [shared[:33] + [i] + random.integers(0, VOCAB_SIZE, 3 * i).tolist() for i in range(5)] + [[1], shared]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    folder = FAMILIES[request.param](tmp_path_factory.mktemp("model"))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers, logits = [], []
+    for prompt in _prompts():
+        with torch.inference_mode():
+            whole = theirs.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),  # without it, generate takes token 0 for padding
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )[0]
+            logits.append(theirs(whole[None, :-1]).logits[0, len(prompt) - 1 :].numpy())
+        answers.append(whole[len(prompt) :].tolist())
+    return folder, answers, logits
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_tokens_and_logits_are_those_of_transformers(family, memory):
+    folder, answers, logits = family
+    demands = [Demand(prompt, i, {"max_tokens": NEW_TOKENS, "temperature": 0.0}) for i, prompt in enumerate(_prompts())]
+    ours = record(folder, demands, max_model_len=84, **{"max_num_seqs": 8} | MEMORIES[memory])
+    assert [choices[0] for choices in ours.tokens] == answers
+    for seed, theirs in enumerate(logits):
+        np.testing.assert_allclose(_logits(ours, seed), theirs, atol=1e-4, rtol=1e-4)
+    if memory == "recompute":
+        assert ours.stats.scheduler.preemptions_recompute > 0
+    if memory == "swap":
+        assert ours.stats.scheduler.preemptions_swap > 0
+    if memory == "small chunks":
+        assert ours.stats.memory.prefix_hit_tokens > 0
+
+
+def test_eviction_is_a_mask(family):
+    """The oracle of eviction: dense attention over the whole text, in which a dead token is hidden from the queries at
+    and after the length at which it died."""
+    folder, _, _ = family
+    demands = [Demand(prompt, i, {"max_tokens": NEW_TOKENS, "temperature": 0.0}) for i, prompt in enumerate(_prompts())]
+    ours = record(folder, demands, scattered(every=5), num_blocks=16, block_size=8, max_model_len=84, max_num_seqs=8)
+    model = load_model(folder, "float32")
+    assert ours.stats.scheduler.preemptions > 0
+    for seed, (prompt, [answer], [died_at]) in enumerate(zip(_prompts(), ours.tokens, ours.died_at, strict=True)):
+        assert died_at
+        text = torch.tensor(prompt + answer[:-1])
+        dense = _masked_logits(model, text, died_at)[len(prompt) - 1 :]
+        np.testing.assert_allclose(_logits(ours, seed), dense.numpy(), atol=1e-4, rtol=1e-4)
+
+
+def _logits(recording: Recording, seed: int) -> np.ndarray:
+    """[tokens generated, vocabulary]"""
+    rows = [recording.bits[seed, 0, index] for index in range(NEW_TOKENS)]
+    return np.stack([np.frombuffer(row, np.float32) for row in rows])
+
+
+def _masked_logits(model, text: torch.Tensor, died_at: dict[int, int]) -> torch.Tensor:
+    position = torch.arange(len(text))
+    death = torch.tensor([died_at.get(p, len(text) + 1) for p in range(len(text))])
+    visible = (position[:, None] >= position) & (position[:, None] < death)
+    spec = model.spec
+
+    def attend(layer, q, k, v):
+        facts, group = spec.layers[layer], spec.num_heads // spec.num_kv_heads
+        seen = visible if facts.window is None else visible & (position[:, None] - position < facts.window)
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * facts.scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+
+    with torch.inference_mode():
+        return model.logits(model.hidden_states(text, position, attend))

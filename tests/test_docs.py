@@ -1,0 +1,29 @@
+"""What the docs show is what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    # Paths from the root of the project, in code marks; <...> and * stand for names to be chosen.
+    named = re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[^`<*\s]+)`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_the_readme_shows_the_first_example() -> None:
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    code = (ROOT / "examples" / "first.py").read_text(encoding="utf-8")
+    assert len(shown) == 1
+    assert code.endswith("\n\n" + shown[0])
