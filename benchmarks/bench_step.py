@@ -19,8 +19,9 @@ from vtoken.base.clock import MonotonicClock
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.memory import bits
 from vtoken.memory.kv_cache_manager import KVCacheManager
+from vtoken.schedule.config import SchedulerConfig
 from vtoken.schedule.plan import StepPlan, StepResult
-from vtoken.schedule.scheduler import Scheduler, SchedulerConfig
+from vtoken.schedule.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 STRIDE = 16
@@ -28,14 +29,14 @@ RECENT = 32
 
 
 class Bench:
-    def __init__(self, num_sequences: int, live: int, *, eviction: bool, with_statistics: bool) -> None:
-        self.live, self.eviction, self.with_statistics = live, eviction, with_statistics
+    def __init__(self, num_sequences: int, live: int, *, eviction: bool, dtype: str | None) -> None:
+        self.live, self.eviction, self.dtype = live, eviction, dtype
         blocks_each = -(-(live + 2 * STRIDE + 4096 * (not eviction)) // BLOCK_SIZE) + 1
         self.memory = KVCacheManager(
             num_sequences * blocks_each,
             BLOCK_SIZE,
             enable_prefix_caching=not eviction,
-            columns={"attention": np.float64} if with_statistics else None,
+            columns={"attention": dtype} if dtype else None,
         )
         config = SchedulerConfig(num_sequences, num_sequences * (live + STRIDE), live + 8192)
         self.scheduler = Scheduler(config, self.memory, MonotonicClock())
@@ -47,9 +48,9 @@ class Bench:
 
     def execute(self, plan: StepPlan) -> StepResult:
         num_rows = int(self.memory.tokens.num_rows.max())
-        if self.mass.shape != (plan.num_slices, num_rows):
-            self.mass = self.random.random((plan.num_slices, num_rows))
-        found = {"attention": self.mass} if self.with_statistics else {}
+        if self.dtype and self.mass.shape != (plan.num_slices, num_rows):
+            self.mass = self.random.random((plan.num_slices, num_rows)).astype(self.dtype)
+        found = {"attention": self.mass} if self.dtype else {}
         tokens = self.random.integers(0, 1000, len(plan.sampling)).astype(np.int32)
         return StepResult(plan.step, tokens, statistics=found)
 
@@ -82,8 +83,8 @@ class Bench:
         return t1 - t0, t3 - t2, t4 - t3
 
 
-def measure(name: str, num_sequences: int, live: int, steps: int, *, eviction: bool, with_statistics: bool) -> None:
-    bench = Bench(num_sequences, live, eviction=eviction, with_statistics=with_statistics)
+def measure(num_sequences: int, live: int, steps: int, *, eviction: bool, dtype: str | None) -> None:
+    bench = Bench(num_sequences, live, eviction=eviction, dtype=dtype)
     for _ in range(2 * STRIDE + 2):  # the prompts, then until every lane has lost tokens and reuses their cells
         bench.step()
     taken = bench.memory.counters.blocks_taken
@@ -92,7 +93,7 @@ def measure(name: str, num_sequences: int, live: int, steps: int, *, eviction: b
     totals = sorted(sum(t) * 1e3 for t in times)
     spread = f"{totals[len(totals) // 10]:.2f}-{totals[9 * len(totals) // 10]:.2f}"
     print(
-        f"| {name} | {num_sequences:,} x {live:,} | {parts[0]:.2f} | {parts[1]:.2f} | {parts[2]:.2f} "
+        f"| {dtype or 'none'} | {'at stride' if eviction else 'none'} | {num_sequences:,} x {live:,} | {parts[0]:.2f} | {parts[1]:.2f} | {parts[2]:.2f} "
         f"| {statistics.median(totals):.2f} | {spread} | {bench.memory.counters.blocks_taken - taken:,} |",
         flush=True,
     )
@@ -107,13 +108,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     args = parser.parse_args()
     n, live, steps = args.sequences, args.live, args.steps
-    print("| step | sequences x live tokens | schedule ms | apply ms | evict ms | step ms | p10-p90 | blocks taken |")
-    print("|---|---|---|---|---|---|---|---|")
-    measure("decode", n, live, steps, eviction=False, with_statistics=False)
-    measure("decode, statistics", n, live, steps, eviction=False, with_statistics=True)
-    measure("decode, statistics, evictions", n, live, steps, eviction=True, with_statistics=True)
+    print("| statistics | evictions | sequences x live | schedule | apply | evict | step ms | p10-p90 | blocks taken |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    measure(n, live, steps, eviction=False, dtype=None)
+    for dtype in ("float32", "float64"):
+        measure(n, live, steps, eviction=False, dtype=dtype)
+        measure(n, live, steps, eviction=True, dtype=dtype)
     for count in (1000, 2500, 5000, 10000):
-        measure("decode, statistics, evictions", count, 256, steps, eviction=True, with_statistics=True)
+        measure(count, 256, steps, eviction=True, dtype="float32")
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ QUESTIONS = [
 SAMPLED = "Give my cat a name, and say why it fits."
 FOLLOW_UPS = ["Then why is a sunset red?", "And what is the capital of Italy?"]
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
-FOUR_SAMPLES = SamplingParams(n=4, temperature=0.8, seed=7, max_tokens=28)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
+FOUR_SAMPLES = SamplingParams(n=4, temperature=0.8, seed=7, max_tokens=24)
 
 Message = dict[str, str]
 

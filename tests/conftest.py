@@ -7,6 +7,8 @@ import os
 # Nothing here may reach for the network, whatever a library would like to look up.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# As `vtoken.engine` does, for tests that load torch before it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Tiny models gain nothing from threads, and on a busy machine threads that wait for each other lose a lot.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -7,7 +7,8 @@ integers. So what it says is what the answer has to be, whatever the scheduler d
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +19,10 @@ from vtoken.base.sampling_params import SamplingParams
 from vtoken.executor.sim import _A, _B, SimExecutor
 from vtoken.memory import bits
 from vtoken.memory.kv_cache_manager import KVCacheManager
+from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.schedule.preemption import PreemptionCosts
-from vtoken.schedule.scheduler import Scheduler, SchedulerConfig, SchedulerCounters
+from vtoken.schedule.scheduler import Scheduler
 from vtoken.schedule.sequence import FinishReason, Request, Sequence
 
 VOCAB_SIZE = 1000
@@ -308,7 +310,7 @@ class Driver:
         return [[sequence.output_token_ids for sequence in request.sequences] for request in self.requests]
 
     def deaths_of(self, sequence: Sequence) -> dict[int, int]:
-        """Position -> length at which it was ordered to die; before the choices fork, their leader's deaths are all's."""
+        """Position -> length at which it was ordered to die. What the first choice lost before the fork, all lost."""
         shared = self._deaths[sequence.request.sequences[0]].items()
         prompt = sequence.request.num_prompt_tokens
         return {p: died for p, died in shared if died < prompt} | self._deaths[sequence]

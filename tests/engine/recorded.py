@@ -59,7 +59,9 @@ def record(
     drawn = runner.sample
 
     def sample(logits: Tensor, batch: SamplingBatch) -> tuple[np.ndarray, dict[int, str]]:
-        for row, key in enumerate(zip(batch.seeds.tolist(), batch.choices.tolist(), batch.indices.tolist())):
+        for row, key in enumerate(
+            zip(batch.seeds.tolist(), batch.choices.tolist(), batch.indices.tolist(), strict=False)
+        ):
             bits[key] = logits[row].numpy().tobytes()
         return drawn(logits, batch)
 

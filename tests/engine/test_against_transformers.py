@@ -35,7 +35,7 @@ MEMORIES = {
 def _prompts() -> list[list[int]]:
     random = np.random.default_rng(3)
     shared = random.integers(0, VOCAB_SIZE, 40).tolist()
-    return [shared[:33] + [i] + random.integers(0, VOCAB_SIZE, 3 * i).tolist() for i in range(5)] + [[1], shared]
+    return [[*shared[:33], i, *random.integers(0, VOCAB_SIZE, 3 * i).tolist()] for i in range(5)] + [[1], shared]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

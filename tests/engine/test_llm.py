@@ -279,3 +279,10 @@ def test_swap_and_auto_start_and_answer_the_same(folder, llm, preemption):
 def test_eos_of_the_model_is_not_part_of_the_text(llm):
     text = llm.get_tokenizer().decode([*b"abc", EOS])
     assert text == "abc"
+
+
+def test_the_tokenizers_own_eos_ends_an_answer_too(tmp_path):
+    """U20: declared by the tokenizer alone."""
+    save_llama(tmp_path, tokenizer=True)
+    with LLM(str(tmp_path), num_blocks=8, max_model_len="auto") as llm:
+        assert EOS in llm.engine.scheduler.config.eos_token_ids

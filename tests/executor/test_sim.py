@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.driving import expected_output, tokens
+from tests.driving import expected_output, mix, tokens
 from tests.plans import Lane, Slice, draws, make_plan
 from vtoken.base.hashing import mix64
 from vtoken.base.sampling_params import SamplingParams
@@ -52,9 +53,7 @@ def chunkings(draw: st.DrawFn) -> tuple[int, list[int]]:
 
 
 @given(chunking=chunkings(), block_size=st.sampled_from([4, 5, 32, 33, 64]), order=st.permutations(range(16)))
-def test_chunks_and_places_change_nothing(
-    chunking: tuple[int, list[int]], block_size: int, order: list[int]
-) -> None:
+def test_chunks_and_places_change_nothing(chunking: tuple[int, list[int]], block_size: int, order: list[int]) -> None:
     length, chunks = chunking
     text = tokens(length, 1)
     one_by_one, cells = compute(block_size, list(range(16)), text, [1] * length)
@@ -170,7 +169,8 @@ class TestDraws:
 
     def test_seed_choice_and_index_each_make_another_stream(self) -> None:
         sim, lane = SimExecutor(8, 4, vocab_size=WIDE), Lane(4, [0, 1])
-        sampling = draws([0] * 5, temperature=1.0, seeds=[1, 2, 1, 1, 1], choices=[0, 0, 1, 0, 0], indices=[0, 0, 0, 1, 0])
+        seeds, choices, indices = [1, 2, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0]
+        sampling = draws([0] * 5, temperature=1.0, seeds=seeds, choices=choices, indices=indices)
         drawn = run(sim, Slice(lane, [1, 2]), sampling=sampling)
         assert len(set(drawn)) == 4
         assert drawn[0] == drawn[4]
@@ -285,7 +285,5 @@ def test_a_plan_is_not_changed_by_its_execution() -> None:
 
 
 def test_the_hash_of_the_plain_model_is_the_executors() -> None:
-    from tests.driving import mix
-
     for keys in ((0,), (1, 2, 3), (2**63 + 5, 7, 0), (5, -1)):
         assert mix(*keys) == int(mix64(*keys))

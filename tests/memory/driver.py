@@ -6,75 +6,34 @@ its position?), and the model (which positions live, what was measured about the
 
 Time runs as in the engine. Between two steps the books change and copies are ordered; `extend` gives new tokens their
 cells, which are written only when `run_step` runs the forward pass, after the ordered copies. A lane whose tokens are
-planned but not written is `busy`: as in the scheduler, it is not moved, evicted from or extended until the step has run.
+planned but not written is busy: as in the scheduler, it is not moved, evicted from or extended until the step has run.
 A beside-copy runs, token by token, whenever the test says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.memory.model import (
+    COLUMN,
+    ModelLane,
+    array,
+    expect,
+    fingerprint,
+    next_value,
+    pure_values,
+    whole_text,
+)
 from tests.memory.shadow import POISON, ShadowStore
+from tests.memory.watch import verify_index, verify_lane, verify_usage
 from vtoken.memory import bits
-from vtoken.memory.block_table import EMPTY
 from vtoken.memory.copy import Copy
 from vtoken.memory.kv_cache_manager import Extension, KVCacheManager
 from vtoken.memory.prefix_cache import BlockHashes, PrefixEntry
-
-COLUMN = "mass"
-
-
-class BooksFault(AssertionError):
-    """What the shadow store or the model found wrong; the books' own complaint is an `InvariantError`."""
-
-
-def expect(holds: object, message: str) -> None:
-    """As `assert`, but planted-bug tests can tell it from a slip of their own."""
-    if not holds:
-        raise BooksFault(message)
-
-
-def array(*values: int) -> NDArray[np.int64]:
-    return np.array(values, np.int64)
-
-
-def next_value(context: int, token: int) -> int:
-    """The KV of a token: a function of the token and of all that was read to compute it."""
-    return hash((context, token)) & (2**62 - 1)  # tuples of ints hash alike in every process
-
-
-def pure_values(salt: int, tokens: Iterable[int]) -> list[int]:
-    """The KV of a text that never lost a token."""
-    values, context = [], -2 - salt
-    for token in tokens:
-        context = next_value(context, token)
-        values.append(context)
-    return values
-
-
-@dataclass
-class ModelLane:
-    """What a sequence should look like, in plain Python."""
-
-    text: list[int]
-    salt: int
-    hashes: BlockHashes
-    values: list[int] = field(default_factory=list)  # of every position that has a row
-    live: set[int] = field(default_factory=set)
-    deaths: dict[int, int] = field(default_factory=dict)
-    mass: dict[int, int] = field(default_factory=dict)  # the statistics column, of live positions
-    unwritten: set[int] = field(default_factory=set)  # planned, in a step that has not run
-    context: int = 0
-    num_matched: int = 0  # blocks that it found cached
-    entries: list[PrefixEntry] = field(default_factory=list)  # under which its own blocks were published
-
-    def fork(self) -> ModelLane:
-        own = {name: value.copy() for name, value in vars(self).items() if not isinstance(value, int)}
-        return replace(self, **own)
 
 
 @dataclass(frozen=True)
@@ -92,19 +51,6 @@ class _Slice:
 class _BesideCopy:
     copy: Copy
     num_run: int = 0  # tokens copied so far
-
-
-def fingerprint(manager: KVCacheManager) -> tuple[object, ...]:
-    """Everything the books hold, to show that an operation changed nothing."""
-    pools = [
-        (p.refs.tobytes(), p.pins.tobytes(), p.published.tobytes(), p.closed.tobytes(), p.free_blocks.tobytes())
-        for p in (manager.pool, manager.host_pool)
-    ]
-    blocks, tokens = manager.blocks, manager.tokens
-    tables = [blocks.ids, blocks.masks, blocks.num_entries, tokens.positions, tokens.lengths, tokens.num_rows]
-    tables += [tokens.num_live, tokens.evicted, tokens.in_order, manager.on_host, *tokens.columns.values()]
-    index = (tuple(manager.prefix.cached_blocks), len(manager.prefix), manager.prefix.num_pending)
-    return (pools, [t.tobytes() for t in tables], index, tuple(manager.used_lanes), str(manager.counters))
 
 
 class BooksDriver:
@@ -137,7 +83,7 @@ class BooksDriver:
         self.touched: set[int] = set()  # lanes that depend on the step in the making
         self.beside: dict[int, _BesideCopy] = {}
         self.check_books, self.check_shadow = check_books, check_shadow
-        self._published: dict[bytes, list[int]] = {}  # key of a prefix entry -> what must lie in its block
+        self._published: dict[PrefixEntry, list[int]] = {}  # what must lie in its block
         self._num_unique = 0
 
     # --- what a test may ask -------------------------------------------------------------------------------------
@@ -182,8 +128,9 @@ class BooksDriver:
         """Open a lane for a text, by default with blocks for all of it. Computes nothing yet."""
         manager, size = self.manager, self.block_size
         hashes = self.hashes(text, salt)
-        matched = manager.match(hashes, len(text) - 1) if match and text else []
-        self._check_match(hashes, matched, max(0, len(text) - 1))
+        matched = manager.match(hashes, max(0, len(text) - 1)) if match else []
+        if match and manager.enable_prefix_caching:
+            self._check_match(hashes, matched, max(0, len(text) - 1))
         goal = max(len(text) if num_tokens is None else num_tokens, len(matched) * size)
         needed, available = manager.blocks_to_admit(goal, matched), manager.num_available
         before = fingerprint(manager)
@@ -214,11 +161,14 @@ class BooksDriver:
         """As many blocks as a plain look at the index finds, and the last token is left to compute."""
         known = self.manager.prefix._entries
         longest = 0
-        while longest < min(len(hashes), max_tokens // self.block_size) and hashes.keys[longest] in known:
+        while longest < min(len(hashes), max_tokens // self.block_size):
+            entry = known.get(hashes.keys[longest])
+            if entry is None or whole_text(entry) != hashes.tokens[: longest + 1]:
+                break
             longest += 1
-        if self.manager.enable_prefix_caching and matched:
-            expect(len(matched) == longest, f"{len(matched)} blocks matched, {longest} could be")
-        expect([entry.key for entry in matched] == hashes.keys[: len(matched)], "a match is not the text's beginning")
+        expect(len(matched) == longest, f"{len(matched)} blocks matched, {longest} could be")
+        end = matched[-1] if matched else None
+        expect(whole_text(end) == hashes.tokens[:longest], "a match is not the text's beginning")
 
     def extend(self, counts: dict[int, int], *, publish: bool = False) -> Extension | None:
         """Plan the next tokens of some lanes. Returns None, and changes nothing, if blocks are short."""
@@ -322,14 +272,15 @@ class BooksDriver:
     def _publish(self, lane: int) -> None:
         model = self.lanes[lane]
         model.hashes.extend(model.text, len(model.values))
-        size = self.block_size
-        if any(key not in self._published for key in model.hashes.keys):
-            values = pure_values(model.salt, model.text[: len(model.values)])
-            for i, key in enumerate(model.hashes.keys):
-                self._published[key] = values[i * size : (i + 1) * size]
         self.manager.publish(lane, model.hashes)
-        by_block = self.manager.prefix._of_block
-        model.entries += [by_block[block] for block in self.blocks_of(lane)[model.num_matched :] if block in by_block]
+        size, ids = self.block_size, self.manager.blocks.ids[lane]
+        values: list[int] = []
+        for i in range(model.num_matched, min(len(model.hashes), len(ids))):
+            entry = self.manager.prefix._of_block.get(int(ids[i]))
+            if entry is not None and entry not in self._published:
+                values = values or pure_values(model.salt, model.text[: len(model.values)])
+                self._published[entry] = values[i * size : (i + 1) * size]
+                model.entries.append(entry)
 
     def unpublish(self, lane: int) -> None:
         self.manager.unpublish(lane)
@@ -376,7 +327,9 @@ class BooksDriver:
         self.manager.tokens.columns[COLUMN][lane, rows] += amount + positions
         self._done()
 
-    def relocate(self, lane: int, source_rows: Sequence[int], target_rows: Sequence[int], *, beside: bool = False) -> Copy:
+    def relocate(
+        self, lane: int, source_rows: Sequence[int], target_rows: Sequence[int], *, beside: bool = False
+    ) -> Copy:
         copy = self.manager.relocate(lane, array(*source_rows), array(*target_rows), beside=beside)
         self._order(copy)
         self.touched.add(lane)
@@ -513,44 +466,6 @@ class BooksDriver:
         """Each live token reads its own value and has its own statistics; each published block holds its text."""
         expect(sorted(self.lanes) == self.manager.used_lanes, "lanes in use and lanes of the model differ")
         for lane, model in self.lanes.items():
-            self._verify_lane(lane, model)
-        self._verify_index()
-        self._verify_usage()
-
-    def _verify_lane(self, lane: int, model: ModelLane) -> None:
-        manager, tokens = self.manager, self.manager.tokens
-        rows, positions = tokens.live(lane)
-        expect(positions.tolist() == sorted(model.live), f"lane {lane}: the live positions are not those of the model")
-        expect(tokens.lengths[lane] == len(model.values), f"lane {lane}: its length is wrong")
-        expect(tokens.died_at(lane) == model.deaths, f"lane {lane}: its deaths are wrong")
-        slots = manager.blocks.slots(np.full(len(rows), lane), rows)
-        read = (self.store.host if manager.on_host[lane] else self.store.device)[slots]
-        is_wrong = read != np.array(model.values, np.int64)[positions]
-        if model.unwritten:
-            is_wrong[np.isin(positions, list(model.unwritten))] = False
-        expect(not is_wrong.any(), f"lane {lane}: positions {positions[is_wrong]} read another's values")
-        mass = [model.mass[position] for position in positions.tolist()]
-        expect(tokens.columns[COLUMN][lane, rows].tolist() == mass, f"lane {lane}: a token has another's statistics")
-
-    def _verify_index(self) -> None:
-        prefix, size = self.manager.prefix, self.block_size
-        pending = {id(entry) for entry in prefix._pending}
-        for block, entry in prefix._of_block.items():
-            if id(entry) not in pending:
-                read = self.store.device[block * size : (block + 1) * size].tolist()
-                expect(read == self._published[entry.key], f"published block {block} does not hold its text")
-
-    def _verify_usage(self) -> None:
-        manager, usage = self.manager, self.manager.usage()
-        is_live = np.zeros(len(self.store.device), np.bool_)
-        for lane in self.lanes:
-            if not manager.on_host[lane]:
-                rows = manager.blocks.live_rows(lane)
-                is_live[manager.blocks.slots(np.full(len(rows), lane), rows)] = True
-        expect(usage.live_tokens == is_live.sum(), "usage counts other live tokens than there are")
-        parts = (usage.free_blocks, usage.held_blocks, usage.cached_blocks, usage.pinned_blocks)
-        expect(min(parts) >= 0 and sum(parts) == usage.num_blocks, "the parts do not make up the pool")
-        slack = usage.live_tokens + usage.holes + usage.tail_slack
-        expect(slack == usage.held_blocks * self.block_size, "live tokens, holes and slack do not fill the held blocks")
-        held = {b for lane in self.lanes if not manager.on_host[lane] for b in self.blocks_of(lane) if b != EMPTY}
-        expect(usage.held_blocks == len(held), "usage counts other held blocks than there are")
+            verify_lane(self.manager, self.store, lane, model)
+        verify_index(self.manager, self.store, self._published)
+        verify_usage(self.manager)

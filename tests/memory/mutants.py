@@ -57,7 +57,13 @@ def block_handed_out_while_pinned(patch: pytest.MonkeyPatch) -> None:
         self.pins = pins
         return cached
 
+    def take(original, self, count):
+        blocks = original(self, count)
+        self.closed[blocks] = 0
+        return blocks
+
     wrap(patch, BlockPool, "drop_refs", drop_refs)
+    wrap(patch, BlockPool, "take", take)
 
 
 @mutant
@@ -76,6 +82,15 @@ def source_freed_before_the_copy_ended(patch: pytest.MonkeyPatch) -> None:
 def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
     def copy_on_write(original, self, copied, fresh):
         self._drop(fresh)
+        return ()
+
+    wrap(patch, KVCacheManager, "_copy_on_write", copy_on_write)
+
+
+@mutant
+def copy_on_write_orders_no_copy(patch: pytest.MonkeyPatch) -> None:
+    def copy_on_write(original, self, copied, fresh):
+        original(self, copied, fresh)
         return ()
 
     wrap(patch, KVCacheManager, "_copy_on_write", copy_on_write)
@@ -154,18 +169,13 @@ def claimed_cells_left_open(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant
-def moves_survive_a_fork_or_a_copy_on_write(patch: pytest.MonkeyPatch) -> None:
-    def drop(original, self, lane):
-        if self._blocks.num_entries[lane] == 0 or getattr(self, "ends", False):
-            original(self, lane)
+def moves_survive_a_fork(patch: pytest.MonkeyPatch) -> None:
+    def fork(original, self, lane):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(BesideMoves, "drop", lambda self, lane: None)
+            return original(self, lane)
 
-    def release(original, self, lanes):
-        self.moves.ends = True
-        original(self, lanes)
-        self.moves.ends = False
-
-    wrap(patch, BesideMoves, "drop", drop)
-    wrap(patch, KVCacheManager, "release", release)
+    wrap(patch, KVCacheManager, "fork", fork)
 
 
 @mutant

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -32,8 +34,10 @@ class BooksMachine(RuleBasedStateMachine):
 
     books: BooksDriver
 
-    @initialize(size=block_sizes(), num_blocks=st.integers(4, 28), num_host_blocks=st.integers(0, 8), order=st.randoms())
-    def open_books(self, size: int, num_blocks: int, num_host_blocks: int, order) -> None:
+    @initialize(
+        size=block_sizes(), num_blocks=st.integers(4, 28), num_host_blocks=st.integers(0, 8), order=st.randoms()
+    )
+    def open_books(self, size: int, num_blocks: int, num_host_blocks: int, order: random.Random) -> None:
         blocks = list(range(num_blocks))
         order.shuffle(blocks)
         self.books = BooksDriver(size, num_blocks, min(num_host_blocks, num_blocks), free_order=blocks)
@@ -67,6 +71,11 @@ class BooksMachine(RuleBasedStateMachine):
         """Beside-copies whose end may be reported: a launched step must not see a map change."""
         lanes = {ticket: self.books.lane_of_ticket(ticket) for ticket in self.books.beside}
         return [ticket for ticket, lane in lanes.items() if lane is None or not self.books.is_busy(lane)]
+
+    @property
+    def has_forgettable(self) -> bool:
+        cached = self.books.manager.prefix.cached_blocks
+        return bool((self.books.manager.pool.pins[cached] == 0).any())
 
     # --- rules -------------------------------------------------------------------------------------------------------
 
@@ -192,7 +201,7 @@ class BooksMachine(RuleBasedStateMachine):
     def release(self, which: int) -> None:
         self.books.release(pick_some(self.unplanned, which))
 
-    @precondition(lambda self: any(not self.books.manager.pool.pins[b] for b in self.books.manager.prefix.cached_blocks))
+    @precondition(lambda self: self.has_forgettable)
     @rule()
     def forget_oldest(self) -> None:
         self.books.forget_oldest()

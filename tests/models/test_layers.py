@@ -113,6 +113,21 @@ def test_silu_and_norm_rows_stand_alone(width: int, dtype: torch.dtype) -> None:
     assert_rows_stand_alone(norm, width, dtype)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("width", [100, 1000])
+def test_silu_rows_stand_alone_where_threads_meet(width: int, num_threads: int) -> None:
+    """Threads cut a large tensor in the middle of a row, so every row is looked at."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        gate_up = random(700, 2 * width)
+        together = rowwise_silu_and_mul(gate_up)
+        alone = torch.cat([rowwise_silu_and_mul(row[None]) for row in gate_up])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, alone)
+
+
 def test_silu_and_mul_takes_the_gate_first() -> None:
     gate, up = random(5, 9), random(5, 9, seed=1)
     torch.testing.assert_close(rowwise_silu_and_mul(torch.cat([gate, up], dim=1)), F.silu(gate) * up)

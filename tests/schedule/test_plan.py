@@ -84,9 +84,7 @@ def test_parameters_of_a_draw_are_the_requests() -> None:
 
 def test_masks_are_of_the_past_and_holes_are_filled_first() -> None:
     dead = {3, 7, 11}
-    driver = Driver(
-        block_size=16, num_blocks=8, evictor=lambda sequence, length: sorted(dead) if length == 20 else ()
-    )
+    driver = Driver(block_size=16, num_blocks=8, evictor=lambda sequence, length: sorted(dead) if length == 20 else ())
     driver.add(tokens(20, 1), 4)
     driver.step()
     plan = next_plan(driver)

@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from vtoken.schedule.preemption import PreemptionCosts
 
@@ -32,7 +33,7 @@ def test_costs_are_bytes_over_the_link_and_flops_over_the_speed() -> None:
 def test_a_slow_link_swaps_from_some_length_on() -> None:
     assert H100.break_even_tokens() == 0  # 10.5 microseconds a token over the link, 40 through the model
     slow = replace(H100, link_bytes_per_second=5e9)
-    # 52.4 us a token over the link; 40 us of layers, so attention has to cost 12.4 us: n = 2 x 12.4e-6 x 400e12 / 524,288
+    # 52.4 us a token over the link, 40 us of layers: attention has to cost 12.4 us, n = 2 x 12.4e-6 x 400e12 / 524,288
     assert slow.break_even_tokens() == pytest.approx(18_970, rel=0.01)
     assert not slow.prefers_swap(16_000, 1_000)
     assert slow.prefers_swap(20_000, 1_250)

@@ -9,8 +9,9 @@ from tests.driving import Driver, tokens
 from vtoken.base.clock import ManualClock
 from vtoken.base.errors import ConfigError, EngineError, RequestError
 from vtoken.memory.kv_cache_manager import KVCacheManager
+from vtoken.schedule.config import SchedulerConfig
 from vtoken.schedule.plan import StepPlan, StepResult
-from vtoken.schedule.scheduler import Scheduler, SchedulerConfig
+from vtoken.schedule.scheduler import Scheduler
 from vtoken.schedule.sequence import FinishReason, Status
 
 

@@ -15,8 +15,9 @@ from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.models.base import CausalLM
 from vtoken.models.loader import load_model, resolve_model
 from vtoken.planner.kv_memory import KVShape, plan_kv
+from vtoken.schedule.config import SchedulerConfig
 from vtoken.schedule.preemption import PreemptionCosts
-from vtoken.schedule.scheduler import Scheduler, SchedulerConfig
+from vtoken.schedule.scheduler import Scheduler
 
 logger = logging.getLogger("vtoken")
 
@@ -51,7 +52,7 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
         preemption=config.preemption,
-        eos_token_ids=spec.eos_token_ids,
+        eos_token_ids=spec.eos_token_ids | _own_eos(tokenizer),
     )
     block_bytes = shape.bytes_per_block(config.block_size)
     costs = _measure_costs(model, executor, block_bytes, config.block_size) if config.preemption == "auto" else None
@@ -67,6 +68,11 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         sizes.max_model_len,
     )
     return Engine(scheduler, executor, facts, tokenizer=tokenizer, seed=config.seed, clock=clock)
+
+
+def _own_eos(tokenizer: Tokenizer | None) -> set[int]:
+    """A model may be trained to end its answers with a token that only its tokenizer declares."""
+    return set() if tokenizer is None or tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
 
 
 def _measure_costs(model: CausalLM, executor: LocalExecutor, block_bytes: int, block_size: int) -> PreemptionCosts:

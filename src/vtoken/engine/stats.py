@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtoken.memory.stats import MemoryCounters, MemoryUsage
-from vtoken.schedule.scheduler import SchedulerCounters
+from vtoken.schedule.config import SchedulerCounters
 
 
 @dataclass(frozen=True)

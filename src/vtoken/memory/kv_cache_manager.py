@@ -233,9 +233,6 @@ class KVCacheManager:
         if not len(copied):
             return ()
         lanes, entries = copied.T
-        for lane in np.unique(lanes).tolist():
-            # Its rows stay but lie in another block now, whose cells no pending move has closed to reuse.
-            self.moves.drop(lane)
         shared = self.blocks.ids[lanes, entries]
         which, offsets = np.nonzero(
             bits.unpack(self.blocks.masks[lanes, entries][:, None], self.block_size)

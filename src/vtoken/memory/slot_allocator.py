@@ -114,11 +114,12 @@ class SlotAllocator:
         free, pool = ~masks & self._blocks.full, self._pool
         if pool.pins.any():
             free &= ~pool.closed[self._blocks.ids[lanes, :num_entries]]
-        picked, entries = np.nonzero(bits.occupied(free) & bits.occupied(masks))
+        # Of the flat array: numpy's search in two dimensions takes ten times as long.
+        picked, entries = np.divmod(np.flatnonzero(bits.occupied(free) & bits.occupied(masks)), num_entries)
         blocks = self._blocks.ids[lanes[picked], entries]
         writable = (pool.refs[blocks] == 1) & ~pool.published[blocks]
         picked, entries = picked[writable], entries[writable]
-        first = np.flatnonzero(np.diff(picked, prepend=-1))  # nonzero lists lane by lane, lowest entry first
+        first = np.flatnonzero(np.diff(picked, prepend=-1))  # they come lane by lane, lowest entry first
         picked, entries = picked[first], entries[first]
         words = free[picked, entries]
         word = np.argmax(words != 0, axis=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,13 +116,19 @@ class TokenTable:
         positions = np.flatnonzero(deaths)
         return dict(zip(positions.tolist(), deaths[positions].tolist(), strict=True))
 
+    def rows_of(self, lane: int, positions: Sequence[int] | Ints) -> NDArray[np.int64]:
+        """The rows of live tokens. Raises KeyError for a dead or unknown position."""
+        rows, live = self.live(lane)
+        asked = np.asarray(positions, np.int64)
+        found = np.searchsorted(live, asked)
+        known = np.append(live, -1)[found] == asked
+        if not known.all():
+            raise KeyError(f"lane {lane} holds no live token of position {asked[~known][0]}")
+        return rows[found]
+
     def row_of(self, lane: int, position: int) -> int:
         """The row of a live token. Raises KeyError for a dead or unknown position."""
-        live = self.blocks.live_rows(lane)
-        found = live[self.positions[lane, live] == position]
-        if not len(found):
-            raise KeyError(f"lane {lane} holds no live token of position {position}")
-        return int(found[0])
+        return int(self.rows_of(lane, [position])[0])
 
     def slot_of(self, lane: int, position: int) -> int:
         """The slot in which a live token lies. Raises KeyError for a dead or unknown position."""

@@ -67,8 +67,8 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def rowwise_silu_and_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width].
 
-    Row by row: torch computes the elements behind the last full SIMD vector of a tensor by another exp than the rest,
-    so in one call a row's bits would depend on where it ends.
+    Row by row: torch computes the elements behind the last full SIMD vector of a tensor, or of a thread's share of it,
+    by another exp than the rest, so in one call a row's bits would depend on where it lies.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     out = torch.empty_like(up, memory_format=torch.contiguous_format)

@@ -47,6 +47,7 @@ def load_model(path: str | Path, dtype: str = "auto") -> CausalLM:
     model = model_class(config.architecture)(config, resolve_dtype(dtype))
     shards = find_shards(config.folder)
     targets = model.weight_map()
+    assert sum(target.view.numel() for target in targets.values()) == model.num_parameters, "the map has a hole"
     _check_names(config.folder, shards, targets, model.tied_weights())
     for shard in shards:
         _fill(shard, targets)

@@ -81,7 +81,7 @@ class Request:
     unforked: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
-        prompt = list(self.prompt_token_ids)
+        prompt = self.prompt_token_ids = list(self.prompt_token_ids)  # the caller may go on with his
         hashes = BlockHashes(self.block_size, self.cache_salt)
         self.cache_salt = None  # hashed; never to be logged
         self.sequences = [

@@ -1,0 +1,52 @@
+"""Limits a scheduler keeps to, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from vtoken.base.errors import ConfigError
+from vtoken.schedule.sequence import FinishReason
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step and of a request.
+
+    `max_passes`: how many later requests may be admitted past one that waits at the head of the queue for memory.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    preemption: str = "recompute"  # or "swap", "auto"
+    eos_token_ids: frozenset[int] = frozenset()
+    max_passes: int = 16
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}, but "
+                "each running sequence needs a token of the step"
+            )
+
+
+@dataclass
+class SchedulerCounters:
+    """Totals since the start; they only grow."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    tokens_computed: int = 0  # prompt, answer and recomputed tokens that went through the model
+    tokens_generated: int = 0
+    preemptions_recompute: int = 0
+    preemptions_swap: int = 0
+    swap_fallbacks: int = 0  # swaps that became recomputes because the host pool was full
+    peak_held_blocks: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))  # requests
+
+    def copy(self) -> SchedulerCounters:
+        return replace(self, finished=self.finished.copy())
+
+    @property
+    def preemptions(self) -> int:
+        return self.preemptions_recompute + self.preemptions_swap
