@@ -92,11 +92,10 @@ def measure(num_sequences: int, live: int, steps: int, *, eviction: bool, dtype:
     parts = [statistics.median(part) * 1e3 for part in zip(*times, strict=True)]
     totals = sorted(sum(t) * 1e3 for t in times)
     spread = f"{totals[len(totals) // 10]:.2f}-{totals[9 * len(totals) // 10]:.2f}"
-    print(
-        f"| {dtype or 'none'} | {'at stride' if eviction else 'none'} | {num_sequences:,} x {live:,} | {parts[0]:.2f} | {parts[1]:.2f} | {parts[2]:.2f} "
-        f"| {statistics.median(totals):.2f} | {spread} | {bench.memory.counters.blocks_taken - taken:,} |",
-        flush=True,
-    )
+    cells = [dtype or "none", "at stride" if eviction else "none", f"{num_sequences:,} x {live:,}"]
+    cells += [f"{ms:.2f}" for ms in (*parts, statistics.median(totals))]
+    cells += [spread, f"{bench.memory.counters.blocks_taken - taken:,}"]
+    print(f"| {' | '.join(cells)} |", flush=True)
     if eviction:
         assert bench.memory.counters.tokens_relocated == 0
 
