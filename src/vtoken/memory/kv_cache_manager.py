@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -15,6 +15,7 @@ from vtoken.memory.block_pool import BlockPool
 from vtoken.memory.block_table import EMPTY, BlockState, BlockTable
 from vtoken.memory.copy import Copy, CopyKind
 from vtoken.memory.prefix_cache import BlockHashes, PrefixCache, PrefixEntry
+from vtoken.memory.publisher import Publisher
 from vtoken.memory.reclaim import plan_reclaim
 from vtoken.memory.slot_allocator import Placement, SlotAllocator
 from vtoken.memory.stats import MemoryCounters, MemoryUsage
@@ -32,16 +33,6 @@ class Extension:
     past_masks: NDArray[np.uint32]  # [n, entries, words] the live tokens without the new ones
     past_live: NDArray[np.int32]  # [n]
     copies: tuple[Copy, ...]  # copies on write, to run before anything is written
-
-
-@dataclass
-class _Chain:
-    """How far a lane has been published: the entry it stands on, and how many blocks that is from the beginning."""
-
-    end: PrefixEntry | None = None
-    length: int = 0
-    num_matched: int = 0  # of these, blocks that it found cached
-    is_broken: bool = False
 
 
 class KVCacheManager:
@@ -88,7 +79,7 @@ class KVCacheManager:
         num_lanes = len(self._free_lanes)
         self.is_open: NDArray[np.bool_] = np.zeros(num_lanes, np.bool_)  # a sequence has the lane
         self.on_host = np.zeros(num_lanes, np.bool_)  # the lane's ids are of the host pool
-        self._chains = [_Chain() for _ in range(num_lanes)]
+        self._publisher = Publisher(self.prefix, self.blocks, self.tokens)
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
@@ -133,14 +124,13 @@ class KVCacheManager:
         extra = wanted - num_lanes
         self.is_open = np.append(self.is_open, np.zeros(extra, np.bool_))
         self.on_host = np.append(self.on_host, np.zeros(extra, np.bool_))
-        self._chains += [_Chain() for _ in range(extra)]
         self._free_lanes += range(wanted - 1, num_lanes - 1, -1)
 
     def _close_lane(self, lane: int) -> None:
         self.tokens.clear(lane)
         self.blocks.clear(lane)
         self.is_open[lane] = self.on_host[lane] = False
-        self._chains[lane] = _Chain()
+        self._publisher.close(lane)
         self._free_lanes.append(lane)
 
     @property
@@ -187,8 +177,7 @@ class KVCacheManager:
         num_cached = len(shared) * self.block_size
         rows = np.arange(num_cached)
         self.tokens.append(np.full(num_cached, lane), rows, rows)
-        if matched:
-            self._chains[lane] = _Chain(matched[-1], len(matched), len(matched))
+        self._publisher.open(lane, matched)
         if self.enable_prefix_caching:
             self.counters.prefix_query_tokens += num_tokens
             self.counters.prefix_hit_tokens += num_cached
@@ -264,7 +253,7 @@ class KVCacheManager:
         self.blocks.cut(twin)
         self.tokens.copy_lane(lane, twin)
         self.tokens.cut(twin)
-        self._chains[twin] = replace(self._chains[lane])
+        self._publisher.fork(lane, twin)
         self.counters.forks += 1
         return twin
 
@@ -290,20 +279,8 @@ class KVCacheManager:
         A sequence that has lost a token, and its forks, publish no more: what they computed since lacks that context.
         """
         self._require_on_device([lane])
-        chain = self._chains[lane]
-        if not self.enable_prefix_caching or chain.is_broken:
-            return
-        if self.tokens.evicted[lane] or not self.tokens.in_order[lane]:
-            return
-        num_full = min(int(self.tokens.lengths[lane]) // self.block_size, len(hashes))
-        for entry in range(chain.length, num_full):
-            block = int(self.blocks.ids[lane, entry])
-            found = self.prefix.publish(hashes.keys[entry], hashes.tokens[entry], block, chain.end)
-            if found is None:
-                chain.is_broken = True  # nothing after this could be matched
-                return
-            chain.end = found
-            chain.length = entry + 1
+        if self.enable_prefix_caching:
+            self._publisher.publish(lane, hashes)
 
     def commit(self) -> None:
         """The step that computes the pending blocks has succeeded."""
@@ -315,14 +292,7 @@ class KVCacheManager:
 
     def unpublish(self, lane: int) -> None:
         """Nobody may match what this lane computed: it is not to be trusted. What the lane had matched stays."""
-        chain = self._chains[lane]
-        # Entries, not blocks: what it computed may lie in blocks that it gave back or swapped out meanwhile.
-        end = chain.end
-        for _ in range(chain.num_matched, chain.length):
-            assert end is not None, "a chain has as many entries as its length says"
-            self.prefix.forget(end)
-            end = end.parent
-        chain.is_broken = True
+        self._publisher.unpublish(lane)
 
     # --- evict, relocate, reclaim -----------------------------------------------------------------------------------
 
