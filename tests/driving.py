@@ -294,7 +294,15 @@ class Driver:
             self._evict(self.evictor)
         return drawn
 
-    def run(self, max_steps: int = 100_000) -> Driver:
+    def run_until(self, reached: Callable[[], bool], max_steps: int = 500) -> None:
+        """Step until something is so; it is an error if that does not come."""
+        for _ in range(max_steps):
+            if reached():
+                return
+            self.step()
+        raise AssertionError(f"not reached in {max_steps} steps")
+
+    def run(self, max_steps: int = 10_000) -> Driver:
         """Step until every request has ended, then check the answers and that nothing is left in the books."""
         first = self.counters.steps
         while self.scheduler.num_unfinished:

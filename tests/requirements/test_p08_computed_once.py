@@ -35,8 +35,7 @@ def test_without_the_cache_it_is_computed_for_each() -> None:
 def test_parallel_samples_share_their_prompt(n: int, prefix: bool) -> None:
     driver = Driver(num_blocks=200, max_num_batched_tokens=32, enable_prefix_caching=prefix)
     request = driver.add(tokens(50, 1), 6, n=n, temperature=1.0)
-    while not request.sequences[0].output_token_ids:
-        driver.step()
+    driver.run_until(lambda: request.sequences[0].num_output_tokens > 0)
     held = driver.memory.usage()
     assert (held.held_blocks, held.shared_blocks) == (4, 4 if n > 1 else 0)
     assert {state.refs for lane in request.lanes for state in driver.memory.table(lane)} == {n}

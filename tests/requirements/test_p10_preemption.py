@@ -99,3 +99,16 @@ def test_a_fast_link_swaps_and_a_slow_one_recomputes(speed: float, swaps: bool) 
     driver = tight("auto", replace(LINK, link_bytes_per_second=speed)).run()
     assert (driver.counters.preemptions_swap > 0) == swaps
     assert (driver.counters.preemptions_recompute > 0) == (not swaps)
+
+
+def test_in_the_middle_of_a_prompt_there_is_nothing_worth_swapping() -> None:
+    driver = Driver(
+        num_blocks=16, block_size=4, num_host_blocks=16, preemption="swap", max_num_seqs=4, max_num_batched_tokens=5
+    )
+    driver.add(tokens(9, 0), 40)
+    driver.run_until(lambda: driver.requests[0].sequences[0].num_output_tokens == 2)
+    long = driver.add(tokens(50, 1), 4)
+    driver.run_until(lambda: long.num_preemptions > 0)
+    assert long.status is Status.PREEMPTED
+    assert driver.counters.preemptions_swap == driver.counters.swap_fallbacks == 0
+    driver.run()

@@ -78,6 +78,6 @@ def test_a_request_is_not_overtaken_for_ever() -> None:
         while driver.scheduler.num_waiting < 3:
             driver.add(tokens(8, 10 + len(driver.requests)), 12)
         driver.step()
-        assert driver.counters.steps < 200
+        assert driver.counters.steps < 200, "the big one starves"
     assert big.num_passes <= driver.max_passes
     driver.run()

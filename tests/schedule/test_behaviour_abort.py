@@ -17,14 +17,6 @@ def load(driver: Driver) -> Request:
     return driver.add(tokens(22, 3), 30, n=2, temperature=1.0)
 
 
-def step_until(driver: Driver, reached: Callable[[], bool]) -> None:
-    for _ in range(200):
-        if reached():
-            return
-        driver.step()
-    pytest.fail("that state was not reached")
-
-
 def waiting() -> tuple[Driver, Request]:
     driver = Driver(max_num_seqs=3)
     request = load(driver)
@@ -41,7 +33,7 @@ def never_stepped() -> tuple[Driver, Request]:
 def prefilling() -> tuple[Driver, Request]:
     driver = Driver(max_num_seqs=8, max_num_batched_tokens=16)
     request = load(driver)
-    step_until(driver, lambda: request.lanes != [])
+    driver.run_until(lambda: request.lanes != [])
     assert 0 < driver.memory.tokens.lengths[request.lanes[0]] < 22
     assert len(request.unforked) == 1
     return driver, request
@@ -50,7 +42,7 @@ def prefilling() -> tuple[Driver, Request]:
 def decoding() -> tuple[Driver, Request]:
     driver = Driver()
     request = load(driver)
-    step_until(driver, lambda: request.sequences[1].num_output_tokens == 3)
+    driver.run_until(lambda: request.sequences[1].num_output_tokens == 3)
     return driver, request
 
 
@@ -62,21 +54,21 @@ def one_choice_ended() -> tuple[Driver, Request]:
     assert first[4] not in second
     driver = Driver(eos=frozenset({first[4]}))
     request = load(driver)
-    step_until(driver, lambda: len(request.unfinished) == 1)
+    driver.run_until(lambda: len(request.unfinished) == 1)
     return driver, request
 
 
 def preempted() -> tuple[Driver, Request]:
     driver = Driver(num_blocks=24, block_size=4)
     request = load(driver)
-    step_until(driver, lambda: request.status is Status.PREEMPTED)
+    driver.run_until(lambda: request.status is Status.PREEMPTED)
     return driver, request
 
 
 def swapped() -> tuple[Driver, Request]:
     driver = Driver(num_blocks=24, block_size=4, num_host_blocks=24, preemption="swap")
     request = load(driver)
-    step_until(driver, lambda: request.status is Status.SWAPPED)
+    driver.run_until(lambda: request.status is Status.SWAPPED)
     assert driver.memory.host_pool.num_free < 24
     return driver, request
 
@@ -84,7 +76,7 @@ def swapped() -> tuple[Driver, Request]:
 def under_suspicion() -> tuple[Driver, Request]:
     driver = Driver(fault=lambda plan, ran: StepFailure() if plan.step == 3 else None)
     request = load(driver)
-    step_until(driver, lambda: driver.counters.failed_steps == 1)
+    driver.run_until(lambda: driver.counters.failed_steps == 1)
     assert request.status is Status.PREEMPTED
     return driver, request
 

@@ -154,6 +154,36 @@ class TestEnds:
         assert request.status is Status.FINISHED
 
 
+class TestHoles:
+    """Two sequences, the older with holes in its five blocks, the younger in need of one more."""
+
+    def shortage(self, num_live: int) -> Driver:
+        dead = [0, 4, 8, 12, 16, 1, 5][: 20 - num_live]
+        driver = Driver(
+            num_blocks=8,
+            block_size=4,
+            enable_prefix_caching=False,
+            evictor=lambda sequence, length: dead if length == 20 and not sequence.request.index else (),
+        )
+        driver.add(tokens(20, 0), 2)
+        driver.add(tokens(12, 1), 2)
+        driver.step()
+        driver.step()
+        return driver
+
+    def test_they_are_packed_before_anybody_is_preempted(self) -> None:
+        driver = self.shortage(num_live=13)
+        assert driver.memory.counters.blocks_reclaimed == 1
+        assert driver.counters.preemptions == 0
+        driver.run()
+
+    def test_a_running_sequence_is_left_a_free_cell(self) -> None:
+        driver = self.shortage(num_live=16)  # in four blocks it would need a fifth one at once
+        assert driver.memory.counters.tokens_relocated == driver.memory.counters.blocks_reclaimed == 0
+        assert driver.counters.preemptions == 1
+        driver.run()
+
+
 class TestMisuse:
     def plan(self, driver: Driver) -> StepPlan:
         plan = driver.scheduler.schedule()

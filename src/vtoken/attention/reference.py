@@ -15,6 +15,8 @@ What is left (maxima, comparisons, single additions and multiplications) is exac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -52,6 +54,19 @@ class ReferenceAttention(AttentionBackend):
         v_cache: Tensor,
         meta: AttentionMetadata,
     ) -> Tensor:
+        with _one_thread():
+            return self._attend(spec, q, k_new, v_new, k_cache, v_cache, meta)
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMetadata,
+    ) -> Tensor:
         out = torch.empty_like(q)
         mass = meta.statistics.get(ATTENTION)
         for s, past in enumerate(meta.pasts):
@@ -78,6 +93,17 @@ class ReferenceAttention(AttentionBackend):
         """[P, num_kv_heads, head_dim]: the live past, and not one slot more."""
         block_size = cache.shape[2]
         return cache[past.slots // block_size, :, past.slots % block_size]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tiles are too small to share: a second thread gains nothing, and waiting for it on a busy machine costs much."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _tiles(past: Tensor, own: Tensor) -> Tensor:
