@@ -103,7 +103,7 @@ def test_a_fast_link_swaps_and_a_slow_one_recomputes(speed: float, swaps: bool) 
 
 def test_in_the_middle_of_a_prompt_there_is_nothing_worth_swapping() -> None:
     driver = Driver(
-        num_blocks=16, block_size=4, num_host_blocks=16, preemption="swap", max_num_seqs=4, max_num_batched_tokens=5
+        num_blocks=17, block_size=4, num_host_blocks=17, preemption="swap", max_num_seqs=4, max_num_batched_tokens=5
     )
     driver.add(tokens(9, 0), 40)
     driver.run_until(lambda: driver.requests[0].sequences[0].num_output_tokens == 2)

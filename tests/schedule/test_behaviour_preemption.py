@@ -24,7 +24,7 @@ class TestU11SwapSpaceIsGone:
         assert num_host_blocks > 0 or driver.counters.preemptions_swap == 0
 
     def test_a_full_host_pool_serves_again_when_it_has_room(self) -> None:
-        driver = Driver(num_blocks=20, block_size=16, preemption="swap", num_host_blocks=12)
+        driver = Driver(num_blocks=20, block_size=16, preemption="swap", num_host_blocks=6)
         for i in range(10):
             driver.add(tokens(32, i), 64)
         driver.run()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from tests.driving import DrawFailure, Driver, Fault, StepFailure, evict_every_other_prompt, tokens
+from vtoken.base.errors import EngineError
+from vtoken.schedule.batch import PlanBuilder
 from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.sequence import FinishReason, Request, Status
 
@@ -152,7 +157,7 @@ def test_a_suspect_waits_while_those_above_suspicion_hold_the_blocks() -> None:
     """To come back, a sequence that lost most of its prompt needs the whole of it once more, for a moment. The one
     that was cleared before it goes on meanwhile, and nobody hangs."""
     driver = Driver(
-        num_blocks=10,
+        num_blocks=11,
         block_size=4,
         enable_prefix_caching=False,
         fault=lambda plan, ran: StepFailure() if plan.step == 16 else None,
@@ -182,3 +187,95 @@ def test_an_abort_that_came_in_during_a_failed_step_holds() -> None:
     assert driver.requests[0].status is driver.requests[7].status is Status.FINISHED
     driver.run()
     assert [k for k, reason in reasons(driver).items() if reason is FinishReason.ABORT] == ["0", "7"]
+
+
+def test_an_exception_while_a_step_is_planned_undoes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens had their cells and its full blocks their prefix entries; none of it was ever computed."""
+    driver = Driver(num_blocks=20, block_size=4, max_num_batched_tokens=64)
+    driver.add(tokens(9, 1), 12)
+    driver.step()
+    driver.add(tokens(30, 2), 6, n=2)
+    build = PlanBuilder.build
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlanBuilder, "build", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.scheduler.schedule()
+    monkeypatch.setattr(PlanBuilder, "build", build)
+    driver.scheduler.check()
+    assert driver.memory.prefix.num_pending == 0
+    driver.add(tokens(30, 2), 6)  # would match the entries that were never computed
+    driver.run()
+
+
+def test_a_sequence_swapped_out_where_it_was_to_lose_tokens_loses_them_when_it_is_back() -> None:
+    """It was recomputed, stands at the length of a recorded death, and is swapped out before the death is replayed."""
+    driver = Driver(
+        num_blocks=24,
+        block_size=4,
+        num_host_blocks=24,
+        preemption="swap",
+        enable_prefix_caching=False,
+        evictor=lambda sequence, length: range(2, 8) if length == 14 else (),
+    )
+    request = driver.add(tokens(12, 1), 12)
+    for _ in range(3):
+        driver.step()
+    residents = driver.scheduler._residents
+    residents.preempt(request, None)  # recompute
+    while driver.memory.tokens.lengths[request.lanes].tolist() != [14]:
+        driver.step()
+    batch = PlanBuilder(driver.memory, driver.scheduler._state, 0)
+    residents.preempt(request, batch)
+    driver.sim._run_copies(replace(driver_plan(driver), copies=tuple(batch.copies)))
+    assert request.status is Status.SWAPPED
+    driver.run()
+
+
+def driver_plan(driver: Driver) -> StepPlan:
+    """An empty plan, to carry copies."""
+    return PlanBuilder(driver.memory, driver.scheduler._state, 0).build(0, row_positions=False)
+
+
+def test_a_result_that_cannot_be_this_steps_is_refused_before_it_is_entered() -> None:
+    driver = Driver()
+    driver.add(tokens(9, 1), 4)
+    plan = driver.scheduler.schedule()
+    assert plan is not None
+    result = driver.sim.execute(plan)
+    with pytest.raises(EngineError, match="draws 1 tokens"):
+        driver.scheduler.apply(replace(result, tokens=result.tokens[:0]))
+    with pytest.raises(EngineError, match="statistic"):
+        driver.scheduler.apply(replace(result, statistics={"x": np.zeros((1, 1))}))
+    driver.scheduler.apply(result)
+    driver.scheduler.check()
+
+
+def test_ctrl_c_is_nobodys_fault() -> None:
+    driver = Driver()
+    first, second = driver.add(tokens(9, 1), 4), driver.add(tokens(9, 2), 4)
+    assert driver.scheduler.schedule() is not None
+    driver.scheduler.fail(KeyboardInterrupt())
+    assert {first.status, second.status} == {Status.PREEMPTED}
+    driver.scheduler.check()
+    driver.run()
+    assert {first.error, second.error} == {None}
+
+
+def test_a_beside_copy_that_failed_leaves_everything_where_it_was() -> None:
+    driver = Driver(num_blocks=8, block_size=4, enable_prefix_caching=False)
+    request = driver.add(tokens(9, 1), 8)
+    driver.step()
+    memory, [lane] = driver.memory, request.lanes
+    driver.scheduler.evict(request.sequences[0], [0, 1, 2])
+    driver._deaths[request.sequences[0]] |= dict.fromkeys([0, 1, 2], 9)
+    copy = memory.relocate(lane, np.array([3]), np.array([9]), beside=True)
+    before = memory.tokens.live(lane)[0].tolist()
+    plan = driver.scheduler.schedule()
+    assert plan is not None
+    driver.scheduler.apply(replace(driver.sim.execute(plan), failed=(copy.ticket,)))
+    assert before[0] in memory.tokens.live(lane)[0].tolist()
+    assert not memory.pool.pins.any()
+    driver.scheduler.check()

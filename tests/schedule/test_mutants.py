@@ -28,16 +28,26 @@ def crowd(**settings: object) -> Driver:
     return Driver(**{"num_blocks": 35, "block_size": 4, "max_num_batched_tokens": 48, **settings}).add_crowd()
 
 
+def crowds(**settings: object) -> None:
+    """In pools so small that everything happens, though not in each."""
+    for num_blocks in (28, 30, 32, 34, 36):
+        crowd(num_blocks=num_blocks, num_host_blocks=num_blocks, **settings).run()
+
+
 def plain() -> None:
     crowd(num_blocks=200).run()
 
 
 def tight() -> None:
-    crowd(evictor=evict_every_other_prompt()).run()
+    crowds(evictor=evict_every_other_prompt())
 
 
 def swapping() -> None:
-    crowd(evictor=evict_every_other_prompt(), num_host_blocks=35, preemption="swap").run()
+    crowds(evictor=evict_every_other_prompt(), preemption="swap")
+
+
+def swapping_in_waves() -> None:
+    crowds(evictor=evict_scattered(5, 20), preemption="swap")
 
 
 def failing() -> None:
@@ -91,10 +101,6 @@ def aborts() -> None:
         driver.step()
         driver.step(in_flight=lambda victim=victim: driver.scheduler.abort(victim))
     driver.run()
-
-
-def swapping_in_waves() -> None:
-    crowd(num_blocks=34, num_host_blocks=34, preemption="swap", evictor=evict_scattered(5, 20)).run()
 
 
 # --- bugs -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from vtoken.base.errors import EngineError
 from vtoken.memory.copy import Copy, CopyKind
 from vtoken.worker.copy_engine import CopyEngine
 from vtoken.worker.kv_store import KVStore
@@ -131,12 +130,12 @@ class TestBeside:
     def test_steps_go_on_while_it_runs(self, engine: CopyEngine, device: KVStore, gate: threading.Event) -> None:
         before = content(device)
         engine.run([copy(CopyKind.RELOCATE, [1], [12], ticket=7), copy(CopyKind.RELOCATE, [3], [14])])
-        assert engine.poll() == ()
+        assert engine.poll() == ((), ())
         assert torch.equal(content(device)[[12, 14]], before[[12, 3]])
         gate.set()
         self.wait_for(engine, 7)
-        assert engine.poll() == (7,)
-        assert engine.poll() == ()
+        assert engine.poll() == ((7,), ())
+        assert engine.poll() == ((), ())
         assert torch.equal(content(device)[[12, 14]], before[[1, 3]])
         assert engine.num_copies[CopyKind.RELOCATE] == 2
 
@@ -145,16 +144,20 @@ class TestBeside:
         engine.run([copy(CopyKind.RELOCATE, [i], [i + 1], ticket=i) for i in range(6)])
         gate.set()
         self.wait_for(engine, *range(6))
-        assert engine.poll() == (0, 1, 2, 3, 4, 5)
+        assert engine.poll() == ((0, 1, 2, 3, 4, 5), ())
         assert torch.equal(content(device)[:7], before[[0] * 7])
 
-    def test_a_failure_surfaces_and_hides_no_other(self, engine: CopyEngine) -> None:
+    def test_a_failure_surfaces_and_hides_no_other(self, engine: CopyEngine, caplog: pytest.LogCaptureFixture) -> None:
         engine.run([copy(CopyKind.RELOCATE, [1], [10_000], ticket=1), copy(CopyKind.RELOCATE, [1], [2], ticket=2)])
         self.wait_for(engine, 1, 2)
-        with pytest.raises(EngineError, match="copy 1 beside the step failed") as caught:
-            engine.poll()
-        assert isinstance(caught.value.__cause__, IndexError)
-        assert engine.poll() == (2,)
+        assert engine.poll() == ((2,), (1,))
+        assert "copy 1 beside the steps failed" in caplog.text
+        assert engine.poll() == ((), ())
+
+    def test_what_an_ordered_failure_kept_from_starting_is_told(self, engine: CopyEngine) -> None:
+        with pytest.raises(IndexError):
+            engine.run([copy(CopyKind.RELOCATE, [1], [10_000]), copy(CopyKind.RELOCATE, [1], [2], ticket=5)])
+        assert engine.poll() == ((), (5,))
 
     def test_close_waits_for_the_running_copy(self, engine: CopyEngine, device: KVStore, gate: threading.Event) -> None:
         engine.run([copy(CopyKind.RELOCATE, [1], [12], ticket=7)])

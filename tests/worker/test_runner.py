@@ -12,7 +12,7 @@ import torch
 from tests.plans import Lane, Slice, draws, make_plan
 from tests.worker.fake_model import FakeModel
 from vtoken.attention.metadata import ATTENTION
-from vtoken.base.errors import ConfigError, EngineError
+from vtoken.base.errors import ConfigError
 from vtoken.executor.base import Executor
 from vtoken.executor.local import LocalExecutor
 from vtoken.memory.copy import Copy, CopyKind
@@ -168,12 +168,12 @@ def test_tickets_come_back(executor: LocalExecutor) -> None:
     assert ended == (5,)
 
 
-def test_a_failed_copy_fails_the_step(executor: LocalExecutor) -> None:
+def test_a_copy_that_failed_is_told(executor: LocalExecutor) -> None:
     copy = Copy(CopyKind.RELOCATE, np.array([1]), np.array([10_000]), ticket=5)
-    with pytest.raises(EngineError, match="copy 5"):  # noqa: PT012
-        executor.execute(make_plan([], block_size=BLOCK_SIZE, copies=[copy]))
-        executor.copies._thread.shutdown(wait=True)  # type: ignore[union-attr]
-        executor.execute(make_plan([], block_size=BLOCK_SIZE))
+    failed = executor.execute(make_plan([], block_size=BLOCK_SIZE, copies=[copy])).failed
+    executor.copies._thread.shutdown(wait=True)  # type: ignore[union-attr]
+    failed += executor.execute(make_plan([], block_size=BLOCK_SIZE)).failed
+    assert failed == (5,)
 
 
 def test_nan_in_one_request_leaves_the_others_alone(executor: LocalExecutor, model: FakeModel) -> None:  # U77

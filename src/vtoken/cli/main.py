@@ -28,6 +28,7 @@ app = typer.Typer(
     help=_ABOUT,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)

@@ -56,7 +56,9 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
     )
     block_bytes = shape.bytes_per_block(config.block_size)
     costs = _measure_costs(model, executor, block_bytes, config.block_size) if config.preemption == "auto" else None
-    scheduler = Scheduler(limits, memory, clock, costs=costs, row_positions=executor.backend.needs_row_positions)
+    # A window is measured in positions, whatever the backend.
+    needs_positions = executor.backend.needs_row_positions or any(layer.window for layer in spec.layers)
+    scheduler = Scheduler(limits, memory, clock, costs=costs, row_positions=needs_positions)
     facts = EngineFacts(spec.vocab_size, spec.bos_token_id, block_bytes, model.num_weight_bytes)
     logger.info(
         "%s: weights %s, KV pool %s = %d blocks of %d tokens, sequences up to %d tokens",

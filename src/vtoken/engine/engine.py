@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vtoken.base.clock import Clock, MonotonicClock
-from vtoken.base.errors import RequestError
+from vtoken.base.errors import EngineError, RequestError
 from vtoken.base.hashing import mix64
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.validation import shorten
@@ -62,6 +62,7 @@ class Engine:
         self._num_requests = 0
         self._busy_seconds = 0.0
         self._tracked: dict[str, _Tracked] = {}
+        self.is_closed = False
 
     def add_request(
         self,
@@ -79,6 +80,8 @@ class Engine:
 
         Raises RequestError, with the field at fault, for anything that could not run; nothing is queued then.
         """
+        if self.is_closed:
+            raise EngineError("this engine is closed; make a new one")
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id: expected text that is not empty, got {request_id!r}", "request_id")
         params = SamplingParams() if params is None else params
@@ -111,13 +114,11 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is not None:
             try:
-                result = self.executor.execute(plan)
+                drawn = self.scheduler.apply(self.executor.execute(plan))
             except BaseException as error:
                 self.scheduler.fail(error)
                 if not isinstance(error, Exception):
                     raise
-            else:
-                drawn = self.scheduler.apply(result)
         outputs = self._report(drawn)
         self._busy_seconds += self._clock.now() - started
         return outputs
@@ -132,7 +133,7 @@ class Engine:
                 advanced[request_id] = tracked
         for request in self.scheduler.take_finished():
             advanced[request.request_id] = self._tracked.pop(request.request_id)
-        return [tracked.output() for tracked in advanced.values()]
+        return [tracked.output(self.scheduler.died_at) for tracked in advanced.values()]
 
     def stats(self) -> EngineStats:
         """What the memory holds now, and what happened so far."""
@@ -153,8 +154,11 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give the executor's memory and threads back. May be called twice."""
-        self.executor.close()
+        """End what still runs, and give the executor's memory and threads back. May be called twice."""
+        if not self.is_closed:
+            self.abort_request(list(self._tracked))
+            self.is_closed = True
+            self.executor.close()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -204,7 +208,7 @@ class _Tracked:
             return self._tokenizer.decode(sequence.output_token_ids)
         return self._texts[sequence.choice]
 
-    def output(self) -> RequestOutput:
+    def output(self, died_at: Callable[[Sequence], dict[int, int]]) -> RequestOutput:
         request = self.request
         choices = [
             CompletionOutput(
@@ -214,7 +218,7 @@ class _Tracked:
                 finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
                 stop_reason=sequence.stop_reason,
                 error=request.error,
-                died_at=dict(sequence.died_at),
+                died_at=died_at(sequence),
             )
             for sequence in request.sequences
         ]

@@ -53,13 +53,16 @@ class LLM:
 
         Args:
             prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}` or
-                `{"prompt_token_ids": ids}`; a mapping may add a `"cache_salt"`.
+                `{"prompt_token_ids": ids}`; a mapping may add a `"cache_salt"`. An empty one is the model's BOS token.
+                Text is taken as it is: for chat messages send `get_tokenizer().encode_chat(messages)`.
             sampling_params: for all prompts, or a list with one for each.
             use_tqdm: show a progress bar.
 
         Raises RequestError, before anything runs, if one of the prompts or parameters is wrong. A request that fails
         later ends with finish_reason "error"; the others are not touched.
         """
+        if self.engine.is_closed:
+            raise EngineError("this LLM is closed; make a new one")
         if self.engine.has_unfinished_requests():
             raise EngineError("generate() was called while the engine has requests of its own; let them finish first")
         parsed = [_parse(prompt) for prompt in _as_list(prompts)]
@@ -83,12 +86,14 @@ class LLM:
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
+        counters = self.engine.scheduler.counters
+        num_before = counters.tokens_generated
         with tqdm(total=len(ids), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     outputs[output.request_id] = output
                     bar.update()
-                bar.set_postfix_str(f"{self.engine.scheduler.counters.tokens_generated} tokens", refresh=False)
+                bar.set_postfix_str(f"{counters.tokens_generated - num_before} tokens", refresh=False)
         return [outputs[request_id] for request_id in ids]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -134,7 +139,7 @@ def _parse(prompt: Any) -> tuple[Prompt, str | None]:
     if len(kinds) != 1 or set(prompt) - known:
         raise RequestError(
             "prompt: a mapping has either 'prompt' or 'prompt_token_ids', and may have a 'cache_salt'; got "
-            f"{sorted(map(str, prompt))}",
+            f"{sorted(map(str, prompt))} (for chat messages send llm.get_tokenizer().encode_chat(messages))",
             "prompt",
         )
     salt = prompt.get("cache_salt")

@@ -25,6 +25,18 @@ class EngineStats:
     scheduler: SchedulerCounters
     busy_seconds: float  # time spent in steps
 
+    def __str__(self) -> str:
+        usage, memory, scheduler = self.usage, self.memory, self.scheduler
+        return (
+            f"pool {usage.num_blocks} blocks of {usage.block_size} tokens: {usage.held_blocks} held, "
+            f"{usage.cached_blocks} cached, {usage.free_blocks} free, {usage.pinned_blocks} pinned, at most "
+            f"{scheduler.peak_held_blocks} held at once; requests {self.num_running} running, {self.num_waiting} "
+            f"waiting, {self.num_preempted} preempted; {scheduler.tokens_computed} tokens computed, "
+            f"{scheduler.tokens_generated} drawn, {memory.prefix_hit_tokens} found in the prefix cache, "
+            f"{memory.blocks_copied_on_write} blocks copied on write, {scheduler.preemptions} preemptions; "
+            f"{self.tokens_per_second:.1f} tokens a second"
+        )
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV pool on the device."""

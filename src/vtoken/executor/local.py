@@ -64,16 +64,20 @@ class LocalExecutor:
         assert plan.block_size == self.store.block_size, "plan and store disagree on the block size"
         self.copies.run(plan.copies)
         output = self._runner.run(plan)
+        ended, failed = self.copies.poll()
         return StepResult(
             step=plan.step,
             tokens=output.tokens,
             errors=output.errors,
             statistics=output.statistics,
-            ended=self.copies.poll(),
+            ended=ended,
+            failed=failed,
         )
 
     def close(self) -> None:
         self.copies.close()
+        for store in (self.store, self.host_store):
+            store.release()
 
     def measure_costs(self) -> MeasuredCosts:
         """Measure on scratch memory, the best of a few rounds; takes some tens of milliseconds."""

@@ -32,8 +32,6 @@ class SimExecutor:
     Beside-copies end `beside_delay` steps after they were ordered.
     """
 
-    needs_row_positions = False
-
     def __init__(
         self, num_blocks: int, block_size: int, num_host_blocks: int = 0, vocab_size: int = 1000, beside_delay: int = 0
     ) -> None:
@@ -50,7 +48,7 @@ class SimExecutor:
         with np.errstate(over="ignore"):  # arithmetic modulo 2**64 on purpose
             after, visible = self._forward(plan)
         batch = plan.sampling
-        streams = np.where(batch.temperature < 1e-5, np.uint64(0), mix64(batch.seeds, batch.choices, batch.indices))
+        streams = np.where(batch.is_greedy, np.uint64(0), mix64(batch.seeds, batch.choices, batch.indices))
         tokens = (mix64(after[batch.slices], streams) % np.uint64(self.vocab_size)).astype(np.int32)
         statistics = {name: _attention(visible, after) for name in plan.statistics}
         return StepResult(plan.step, tokens, statistics=statistics, ended=ended)

@@ -73,15 +73,16 @@ class BesideMoves:
             if move.lane == lane:
                 move.lane = None
 
-    def finish(self, ticket: int) -> int | None:
-        """The copy has ended: free the claim and, unless it was dropped, switch the map. Returns the lane moved."""
+    def finish(self, ticket: int, *, copied: bool = True) -> int | None:
+        """The copy has ended: free the claim and, if it did `copied` and was not dropped, switch the map. Returns the
+        lane moved."""
         move = self._moves.pop(ticket)
         self._pool.closed[move.source_blocks] = 0
         blocks, words, cell_bits = move.target_cells
         np.bitwise_and.at(self._pool.closed, (blocks, words), ~cell_bits)
         self._pool.unpin(move.source_blocks)
         self._pool.unpin(move.target_blocks)
-        if move.lane is None:
+        if move.lane is None or not copied:
             return None
         # Tokens that died meanwhile stay dead; no other token can have taken their closed cells.
         alive = self._blocks.is_live(np.full(len(move.source_rows), move.lane), move.source_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -90,6 +91,11 @@ class KVCacheManager:
         if num_cached and self.moves:
             num_cached -= int((self.pool.pins[self.prefix.cached_blocks] > 0).sum())
         return self.pool.num_free + num_cached
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are neither free nor merely cached."""
+        return self.pool.num_blocks - self.pool.num_free - self.prefix.num_cached
 
     def _take(self, count: int) -> NDArray[np.int32]:
         """Rungs 1 and 2 of the pressure ladder: free blocks, then the least recently used cached ones."""
@@ -294,7 +300,7 @@ class KVCacheManager:
         """Nobody may match what this lane computed: it is not to be trusted. What the lane had matched stays."""
         self._publisher.unpublish(lane)
 
-    # --- evict, relocate, reclaim -----------------------------------------------------------------------------------
+    # --- evict, relocate, reclaim, statistics -----------------------------------------------------------------------
 
     def evict(self, lanes: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Mark live (lane, row) pairs dead. Logical only: no block changes hands, no cell changes content."""
@@ -332,9 +338,12 @@ class KVCacheManager:
         self.tokens.move(lane, source_rows, target_rows)
         return Copy(CopyKind.RELOCATE, sources, targets)
 
-    def finish(self, ticket: int) -> None:
-        """A beside-copy has ended: switch the map, unless its plan was dropped, and return the emptied blocks."""
-        lane = self.moves.finish(ticket)
+    def finish(self, ticket: int, *, copied: bool = True) -> None:
+        """A beside-copy has ended: switch the map, unless its plan was dropped, and return the emptied blocks.
+
+        With `copied=False` it failed: its tokens stay where they are, and its cells are free again.
+        """
+        lane = self.moves.finish(ticket, copied=copied)
         if lane is not None:
             self._return_dead(lane)
 
@@ -346,7 +355,8 @@ class KVCacheManager:
         Blocks that others hold, or that a copy touches, are left alone. With `compact=False` only fully dead blocks
         return. With `beside=True` the blocks return in `finish`.
         """
-        if self.on_host[lane] or self.moves.is_pending(lane):
+        self._require_on_device([lane])
+        if self.moves.is_pending(lane):
             return None, 0
         ids = self.blocks.ids[lane, : self.blocks.num_entries[lane]]
         own = np.flatnonzero((ids != EMPTY) & (self.pool.refs[ids] == 1) & (self.pool.pins[ids] == 0))
@@ -362,6 +372,10 @@ class KVCacheManager:
             cells = cells[np.argsort(self.pool.published[ids[cells // self.block_size]], kind="stable")]
             copy = self.relocate(lane, sources, cells[: len(sources)], beside=beside)
         return copy, self._return_dead(lane)
+
+    def add_statistics(self, name: str, lanes: NDArray[np.int32], values: NDArray[np.floating[Any]]) -> None:
+        """Add `values` [n, rows] to the column `name` of the distinct `lanes` [n]."""
+        self.tokens.add_statistics(name, lanes, values)
 
     def _return_dead(self, lane: int) -> int:
         """Let go of the blocks in which no token of the lane lives, and of their entries."""

@@ -42,11 +42,12 @@ class BlockHashes:
             self.keys.append(chain_hash(self.keys[-1] if self.keys else self._root, tokens))
             self.tokens.append(tokens)
 
-    def copy(self) -> BlockHashes:
-        """For a fork: the same beginning, free to go on differently."""
+    def copy(self, num_tokens: int | None = None) -> BlockHashes:
+        """For a text that begins alike, with all or the first `num_tokens` tokens, and may go on differently."""
         twin = object.__new__(BlockHashes)
         twin.block_size, twin._root = self.block_size, self._root
-        twin.keys, twin.tokens = self.keys.copy(), self.tokens.copy()
+        num_blocks = len(self) if num_tokens is None else num_tokens // self.block_size
+        twin.keys, twin.tokens = self.keys[:num_blocks], self.tokens[:num_blocks]
         return twin
 
 

@@ -77,6 +77,8 @@ class TokenTable:
     def add_statistics(self, name: str, lanes: Ints, values: NDArray[np.floating[Any]]) -> None:
         """Add `values` [n, rows] to a column of the distinct `lanes` [n], run by run of neighbouring lanes: adding in
         place moves half the bytes that a gather and a scatter would."""
+        if not len(lanes):
+            return
         column = self.columns[name][:, : values.shape[1]]
         ends = np.append(np.flatnonzero(np.diff(lanes) != 1) + 1, len(lanes))
         start = 0

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from vtoken.memory.copy import Copy
 
+MIN_TEMPERATURE = 1e-5  # below it draws are greedy, as in vLLM: dividing by it would overflow
+
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
@@ -24,7 +26,7 @@ class SamplingBatch:
     """
 
     slices: NDArray[np.int32]  # [N] the slice whose last token's logits are drawn from
-    temperature: NDArray[np.float32]  # [N] 0 = greedy
+    temperature: NDArray[np.float32]  # [N] see `is_greedy`
     top_k: NDArray[np.int32]  # [N] 0 = off
     top_p: NDArray[np.float32]  # [N] 1 = off
     min_p: NDArray[np.float32]  # [N] 0 = off
@@ -34,6 +36,11 @@ class SamplingBatch:
 
     def __len__(self) -> int:
         return len(self.slices)
+
+    @property
+    def is_greedy(self) -> NDArray[np.bool_]:
+        """[N] draws so cold that the likeliest token is taken."""
+        return self.temperature < MIN_TEMPERATURE
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,3 +91,4 @@ class StepResult:
     # Name -> [S, E * block_size + ...] by row: what the slice's queries gave to each row of their lane.
     statistics: Mapping[str, NDArray[np.floating[Any]]] = field(default_factory=dict)
     ended: tuple[int, ...] = ()  # tickets of beside-copies that are done
+    failed: tuple[int, ...] = ()  # tickets of beside-copies that never will be

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -64,10 +64,11 @@ class Residents:
         tried = 0  # requests at the front of the queue for which there are no blocks
         while tried < len(self.waiting):
             request, head = self.waiting[tried], self.waiting[0]
+            # `tried` counts too: it bounds the search, not only the passing.
             if tried and head.num_passes + tried > self._config.max_passes:
                 break
             if batch.tokens_left < 1 or self.num_running + request.params.n > self._config.max_num_seqs:
-                return
+                break
             if not self._start(request, batch):
                 tried += 1
                 continue
@@ -92,16 +93,21 @@ class Residents:
         self.preempted.remove(request)
         return True
 
+    def _spare(self) -> int:
+        """Blocks left to those who run when a preempted one comes back: one each, or it would soon have to go."""
+        return len(self.running)
+
     def _swap_in(self, request: Request, batch: PlanBuilder) -> bool:
         lanes = request.lanes
         # A block each to go on with, or it would be the first to be preempted again; alone it needs no such care.
-        spare = len(lanes) if self.running else 0
+        spare = self._spare() + len(lanes) if self.running else 0
         if len(self._memory.swap_blocks(lanes)) + spare > self._memory.num_available:
             return False
         copy = self._memory.swap_in(lanes)
         assert copy is not None, "there were enough blocks a moment ago"
         batch.copy(copy, [request])
         self._enter(request)
+        self.replay_deaths(np.array(lanes))  # it may have been preempted just where something was to happen
         counts = np.ones(len(lanes), np.int64)
         placement = self._memory.plan_extend(np.array(lanes), counts)
         if placement.num_blocks <= self._memory.num_available:
@@ -121,7 +127,8 @@ class Residents:
             shared = goal // memory.block_size
             own = sum(-(-len(s.token_ids) // memory.block_size) - shared for s in request.unfinished)
             later = max(0, shared + own - -(-reserve // memory.block_size))
-        if memory.blocks_to_admit(reserve, matched) + later > memory.num_available:
+        spare = self._spare() if request.status is Status.PREEMPTED else 0
+        if memory.blocks_to_admit(reserve, matched) + later + spare > memory.num_available:
             return False
         lane = memory.admit(reserve, matched)
         assert lane is not None, "there were enough blocks a moment ago"
@@ -279,6 +286,8 @@ class Residents:
             self._state["num_unforked"][lane] = 0
             for choice in choices:
                 twin = memory.fork(lane)
+                if len(choice.hashes) < len(leader.hashes):
+                    choice.hashes = leader.hashes.copy(leader.request.num_prompt_tokens)
                 self._state.open(twin, choice, int(self._state["limit"][lane]))
                 self._set_cut(twin, choice.request.num_prompt_tokens)
                 self._lanes = None
@@ -288,9 +297,9 @@ class Residents:
 def _peak_live(died_at: dict[int, int], length: int) -> int:
     """Most tokens live at once while `length` tokens are computed and die as recorded."""
     peak, dead = 0, 0
-    for died in sorted(set(died_at.values())):
+    for died, count in sorted(Counter(died_at.values()).items()):
         if died > length:
             break
         peak = max(peak, died - dead)
-        dead += sum(1 for d in died_at.values() if d == died)
+        dead += count
     return max(peak, length - dead)

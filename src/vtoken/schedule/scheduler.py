@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.base.clock import Clock
-from vtoken.base.errors import ConfigError, EngineError, RequestError
+from vtoken.base.errors import ConfigError, EngineError, InvariantError, RequestError
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.schedule.batch import PlanBuilder
@@ -118,6 +118,12 @@ class Scheduler:
             raise ValueError("tokens can be evicted between steps, from a sequence that has blocks")
         self._residents.evict(sequence, positions)
 
+    def died_at(self, sequence: Sequence) -> dict[int, int]:
+        """Position -> the length of the text at which the token was evicted."""
+        if sequence.lane is None:
+            return dict(sequence.died_at)
+        return self.memory.tokens.died_at(sequence.lane)
+
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
@@ -142,6 +148,13 @@ class Scheduler:
         if self._flight is not None:
             raise EngineError("schedule() was called while a step is in flight; apply() or fail() comes first")
         batch = PlanBuilder(self.memory, self._state, self.config.max_num_batched_tokens)
+        try:
+            return self._schedule(batch)
+        except BaseException:  # Ctrl-C too: tokens have their cells already, and nothing will be written there
+            self._undo({*self._residents.running, *batch.touched})
+            raise
+
+    def _schedule(self, batch: PlanBuilder) -> StepPlan | None:
         if self._suspects:
             self._run_suspect(batch)
         else:
@@ -151,13 +164,13 @@ class Scheduler:
                 self._residents.resume(batch)
                 if not self._residents.preempted:  # nobody new while one that was promised its blocks waits for them
                     self._residents.admit(batch)
-        if batch.is_empty:
+        # With nothing to run a plan may still be due: only so are copies heard of that pin blocks somebody waits for.
+        if batch.is_empty and not (self.memory.moves and self._requests):
             return None
         plan = batch.build(self.counters.steps, row_positions=self._row_positions)
         self._flight = _Flight(plan, batch.draws, batch.touched)
         self.counters.steps += 1
-        held = self.memory.pool.num_blocks - self.memory.pool.num_free - self.memory.prefix.num_cached
-        self.counters.peak_held_blocks = max(self.counters.peak_held_blocks, held)
+        self.counters.peak_held_blocks = max(self.counters.peak_held_blocks, self.memory.num_held)
         return plan
 
     def _run(self, batch: PlanBuilder, only: Request | None = None) -> None:
@@ -217,19 +230,22 @@ class Scheduler:
         flight = self._flight
         if flight is None or flight.plan.step != result.step:
             raise EngineError(f"a result of step {result.step} came in, but that step is not in flight")
-        self._flight = None
         plan, memory = flight.plan, self.memory
+        _check_result(plan, result)
+        self._flight = None
         memory.commit()
         self.counters.tokens_computed += plan.num_tokens
         for name, values in result.statistics.items():
-            memory.tokens.add_statistics(name, plan.lanes, values)
+            memory.add_statistics(name, plan.lanes, values)
         for ticket in result.ended:
             memory.finish(ticket)
+        for ticket in result.failed:
+            memory.finish(ticket, copied=False)
         self._residents.fork_choices(plan.lanes)
         drawn = self._take_tokens(flight.draws, result)
-        # Whoever got a token in a step of its own is not what made the other one fail.
-        cleared = {sequence.request for sequence in flight.draws}
-        self._suspects = [suspect for suspect in self._suspects if suspect not in cleared]
+        if self._suspects:  # whoever got a token in a step of its own is not what made the other one fail
+            cleared = {sequence.request for sequence in flight.draws}
+            self._suspects = [suspect for suspect in self._suspects if suspect not in cleared]
         self._end_aborted()
         return drawn
 
@@ -266,7 +282,7 @@ class Scheduler:
         for i in np.flatnonzero(state["own_stops"][lanes]).tolist():
             stops[i] |= int(tokens[i]) in draws[i].request.params.stop_token_ids
         for i in np.flatnonzero(stops | (state["total"][lanes] >= state["limit"][lanes])).tolist():
-            if stops[i]:
+            if int(tokens[i]) in draws[i].request.params.stop_token_ids:
                 draws[i].stop_reason = int(tokens[i])
             self._finish_sequence(draws[i], FinishReason.STOP if stops[i] else FinishReason.LENGTH)
         return drawn
@@ -275,27 +291,32 @@ class Scheduler:
         """The step in flight failed as a whole.
 
         If one request ran in it, that one ends with the error. Otherwise nobody knows whose fault it was: all that the
-        step touched are recomputed, and run one at a time until each has got a token by itself.
+        step touched are recomputed, and run one at a time until each has got a token by itself. An interruption
+        (Ctrl-C) is nobody's fault: everything is recomputed.
         """
         flight = self._flight
         if flight is None:
             raise EngineError("fail() was called with no step in flight") from error
         self._flight = None
-        self.memory.withdraw()
         self.counters.failed_steps += 1
         ran = {self._state.of(lane).request for lane in flight.plan.lanes.tolist()}
-        if len(ran) == 1:
+        is_fault = isinstance(error, Exception)
+        if is_fault and len(ran) == 1:
             self._finish_request(next(iter(ran)), FinishReason.ERROR, f"{type(error).__name__}: {error}")
-        for request in sorted(ran | flight.touched, key=lambda r: r.index):
+        self._undo(ran | flight.touched)
+        if is_fault and len(ran) > 1:
+            self._suspects = sorted({*self._suspects, *ran}, key=lambda r: r.index)
+        self._end_aborted()
+
+    def _undo(self, touched: set[Request]) -> None:
+        """A step did not take place: what it was to write is not there, so whoever it touched is computed again."""
+        self.memory.withdraw()
+        for request in sorted(touched, key=lambda r: r.index):
             if request.status is Status.RUNNING:
                 self._residents.preempt(request, None)
             elif request.status is Status.SWAPPED:  # the copy to the host may not have run
                 self._residents.drop_lanes(request)
                 request.status = Status.PREEMPTED
-        if len(ran) > 1:
-            known = {*self._suspects, *ran}
-            self._suspects = sorted((r for r in known if r.status is not Status.FINISHED), key=lambda r: r.index)
-        self._end_aborted()
 
     def _run_suspect(self, batch: PlanBuilder) -> None:
         """After a failed step: the first request under suspicion runs alone, and nobody else is let in."""
@@ -339,16 +360,34 @@ class Scheduler:
     # --- looking in -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if the scheduler and the books disagree. Slow: for tests."""
+        """Raise InvariantError if the scheduler and the books disagree. Slow: for tests."""
         self.memory.check()
+        lengths, cut = self.memory.tokens.lengths, self._state["cut"]
         lanes = [lane for request in self._requests.values() for lane in request.lanes]
-        assert sorted(lanes) == self.memory.used_lanes, "lanes of requests and lanes in the books differ"
+        _require(sorted(lanes) == self.memory.used_lanes, "lanes of requests and lanes in the books differ")
         for lane in lanes:
             sequence = self._state.of(lane)
-            assert sequence.lane == lane
-            assert self._state["total"][lane] == len(sequence.token_ids)
+            _require(sequence.lane == lane, f"lane {lane} is filed under another sequence")
+            _require(self._state["total"][lane] == len(sequence.token_ids), f"lane {lane}: texts differ")
+            # A swapped sequence may stand at its cut: what is due there happens when it is back.
+            _require(lengths[lane] <= cut[lane], f"lane {lane} has gone past what was to happen at {cut[lane]}")
         residents = self._residents
         queues = (*residents.waiting, *residents.running, *residents.preempted)
-        assert {request.request_id for request in queues} == set(self._requests), "a request is in no queue, or in two"
-        assert len(queues) == len(self._requests)
-        assert residents.num_running == sum(len(request.unfinished) for request in residents.running)
+        ids = [request.request_id for request in queues]
+        _require(sorted(ids) == sorted(self._requests), "a request is in no queue, or in two")
+        num_running = sum(len(request.unfinished) for request in residents.running)
+        _require(residents.num_running == num_running, "sequences that run are counted wrongly")
+
+
+def _check_result(plan: StepPlan, result: StepResult) -> None:
+    """Refuse a result that cannot be that plan's before any of it is entered."""
+    if len(result.tokens) != len(plan.sampling):
+        raise EngineError(f"step {plan.step} draws {len(plan.sampling)} tokens, its result has {len(result.tokens)}")
+    for name, values in result.statistics.items():
+        if name not in plan.statistics or len(values) != plan.num_slices:
+            raise EngineError(f"step {plan.step} did not ask for statistic {name!r} of {len(values)} slices")
+
+
+def _require(condition: bool | np.bool_, what: str) -> None:
+    if not condition:
+        raise InvariantError(what)

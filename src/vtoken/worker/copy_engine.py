@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtoken.base.errors import EngineError
 from vtoken.memory.copy import Copy, CopyKind
 from vtoken.worker.kv_store import KVStore
+
+logger = logging.getLogger("vtoken")
 
 
 class CopyEngine:
@@ -29,6 +31,7 @@ class CopyEngine:
         self._host = host
         self._thread: ThreadPoolExecutor | None = None  # started by the first beside-copy
         self._beside: dict[int, Future[None]] = {}  # ticket -> its copy, in the order they were given
+        self._never_started: list[int] = []
         self._counts_lock = threading.Lock()
         self.num_copies = dict.fromkeys(CopyKind, 0)
         """Copies done, by kind."""
@@ -36,29 +39,42 @@ class CopyEngine:
         """Bytes of KV written by them, by kind."""
 
     def run(self, copies: Iterable[Copy]) -> None:
-        """Do the ordered copies one after the other, and start the beside-copies among them."""
-        for copy in copies:
-            if copy.ticket is None:
-                self._copy(copy)
-                continue
-            assert copy.ticket not in self._beside, f"ticket {copy.ticket} is taken"
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vtoken-copy")
-            self._beside[copy.ticket] = self._thread.submit(self._copy, copy)
+        """Do the ordered copies one after the other, and start the beside-copies among them.
 
-    def poll(self) -> tuple[int, ...]:
-        """Tickets of the beside-copies that have ended since the last call.
-
-        Raises EngineError when one of them failed; the others keep for the next call.
+        If an ordered copy raises, so does this; the beside-copies behind it are never started, which `poll` tells.
         """
-        for ticket, done in self._beside.items():
-            if done.done() and (error := done.exception()) is not None:
-                del self._beside[ticket]
-                raise EngineError(f"copy {ticket} beside the step failed: {error}") from error
-        ended = tuple(ticket for ticket, done in self._beside.items() if done.done())
-        for ticket in ended:
+        left = list(copies)
+        try:
+            while left:
+                copy = left[0]
+                if copy.ticket is None:
+                    self._copy(copy)
+                else:
+                    self._start(copy.ticket, copy)
+                left.pop(0)
+        finally:
+            self._never_started += [copy.ticket for copy in left if copy.ticket is not None]
+
+    def _start(self, ticket: int, copy: Copy) -> None:
+        assert ticket not in self._beside, f"ticket {ticket} is taken"
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vtoken-copy")
+        self._beside[ticket] = self._thread.submit(self._copy, copy)
+
+    def poll(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tickets of the beside-copies that have (ended, failed) since the last call.
+
+        A copy that failed is logged; its tokens are still where they were.
+        """
+        done = [ticket for ticket, future in self._beside.items() if future.done()]
+        errors = {ticket: error for ticket in done if (error := self._beside[ticket].exception()) is not None}
+        for ticket, error in errors.items():
+            logger.error("copy %d beside the steps failed: %s", ticket, error)
+        failed = (*errors, *self._never_started)
+        self._never_started.clear()
+        for ticket in done:
             del self._beside[ticket]
-        return ended
+        return tuple(ticket for ticket in done if ticket not in errors), failed
 
     def close(self) -> None:
         """Wait for the copy that is running, drop those that have not begun. May be called twice."""

@@ -52,6 +52,12 @@ class KVStore:
         """Bytes of all blocks, keys and values, all layers."""
         return self.bytes_per_token * self.block_size * self.num_blocks
 
+    def release(self) -> None:
+        """Give the memory back; the store has no blocks from then on."""
+        self.num_blocks = 0
+        self.keys = tuple(cache[:0].clone() for cache in self.keys)
+        self.values = tuple(cache[:0].clone() for cache in self.values)
+
     def write(
         self,
         layer: int,

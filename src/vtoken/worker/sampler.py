@@ -15,9 +15,6 @@ from torch import Tensor
 from vtoken.base.hashing import uniform
 from vtoken.schedule.plan import SamplingBatch
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
-
 _ELEMENTS_AT_ONCE = 2**22  # of float64 probabilities: bounds the memory of a large batch to some hundred MiB
 
 
@@ -35,7 +32,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int32], dic
     good = np.ones(num_rows, dtype=np.bool_)
     good[list(errors)] = False
 
-    greedy = batch.temperature < GREEDY_BELOW
+    greedy = batch.is_greedy
     uniforms = uniform(batch.seeds, batch.choices, batch.indices)
     # A limit that cannot bind is off, so that a row takes the same path however "off" was written.
     limited = ((batch.top_k > 0) & (batch.top_k < vocab_size)) | (batch.top_p < 1.0)
