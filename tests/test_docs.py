@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import settings_page
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -22,8 +24,13 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert not missing
 
 
-def test_the_readme_shows_the_first_example() -> None:
+def test_the_readme_shows_the_examples_as_they_are() -> None:
     shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    code = (ROOT / "examples" / "first.py").read_text(encoding="utf-8")
-    assert len(shown) == 1
-    assert code.endswith("\n\n" + shown[0])
+    for name, block in zip(("evict", "first", "steps"), shown, strict=True):
+        assert (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").endswith("\n\n" + block), name
+
+
+def test_the_settings_page_is_that_of_the_fields() -> None:
+    assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page(), (
+        "docs/settings.md is behind the fields; write it anew with: python -m tests.settings_page"
+    )

@@ -52,6 +52,21 @@ def test_a_misspelt_setting_is_answered_with_the_right_one() -> None:
         EngineConfig(model="m", block_sise=4)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpu_memory_utilization", "set kv_memory="),
+        ("num_gpu_blocks_override", "called num_blocks here"),
+        ("tensor_parallel_size", "not there yet"),
+    ],
+)
+def test_a_setting_of_vllm_is_answered_by_what_there_is(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{"model": "m", name: 1})
+    assert str(caught.value).startswith(f"{name}: ")
+    assert said in str(caught.value)
+
+
 def test_paths_and_sizes_are_taken_as_people_write_them() -> None:
     config = EngineConfig(
         model=Path("a/b"),  # type: ignore[arg-type]

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import pytest
 
 from vtoken import RequestError, SamplingParams
+from vtoken.base.config import EngineConfig
+from vtoken.base.validation import Settings
 
 
 def test_defaults_are_vllms() -> None:
@@ -91,8 +94,27 @@ def test_an_unknown_name_is_refused_and_the_nearest_one_offered() -> None:  # U6
 
 
 def test_only_keywords() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(RequestError, match=r"^SamplingParams takes names only, such as temperature=0\.8; got 0\.5"):
         SamplingParams(0.5)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["stop", "logprobs", "presence_penalty", "min_tokens", "best_of"])
+def test_what_vllm_has_and_we_have_not_yet_is_said_so(name: str) -> None:
+    with pytest.raises(RequestError, match=f"^{name}: not there yet") as caught:
+        SamplingParams(**{name: 1})
+    assert "did you mean" not in str(caught.value)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("settings", [SamplingParams, EngineConfig])
+def test_no_field_is_said_to_be_elsewhere(settings: type[Settings]) -> None:
+    assert not set(settings.elsewhere) & set(settings.names())
+
+
+def test_help_tells_what_each_field_means() -> None:
+    text = inspect.getdoc(SamplingParams) or ""
+    for name, field in SamplingParams.model_fields.items():
+        assert f"{name}: {field.description} Default: {field.default!r}." in text
 
 
 def test_frozen_and_replaced_with_the_same_checks() -> None:

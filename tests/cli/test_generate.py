@@ -92,7 +92,9 @@ def test_stats_show_what_the_memory_did(vtoken: Vtoken, plain_model: str, monkey
     figures = {line.split("  ")[0].strip(): line.split() for line in err.splitlines()}
     assert "64" in figures["pool"]
     assert "2" in figures["forks"]
-    assert "24" in figures["tokens computed"]  # answer tokens: 3 choices of 8
+    assert "24" in figures["tokens drawn"]  # 3 choices of 8
+    # A choice's last token is drawn and never computed: 40 of the prompt, then 7 of each choice.
+    assert "61" in figures["tokens computed"]
 
 
 def test_a_prompt_beyond_the_pool_is_refused_in_one_line(vtoken: Vtoken, plain_model: str) -> None:
@@ -100,3 +102,16 @@ def test_a_prompt_beyond_the_pool_is_refused_in_one_line(vtoken: Vtoken, plain_m
     assert ran.code == 2
     assert ran.err.startswith("error: prompt: 2000 tokens leave no room")
     assert ran.err.count("\n") == 1
+
+
+def test_all_tokens_that_fit_may_be_asked_for(vtoken: Vtoken, plain_model: str) -> None:
+    small = ("--num-blocks", "2", "--max-model-len", "auto", "--ignore-eos", "--max-tokens", "all")
+    answer = json.loads(vtoken("generate", plain_model, "-p", "one", "--json", *small).out)
+    assert len(answer["prompt_token_ids"]) + len(answer["outputs"][0]["token_ids"]) == 32
+
+
+def test_a_model_without_a_tokenizer_is_answered_in_flags(vtoken: Vtoken, tmp_path: Path) -> None:
+    ran = vtoken("generate", str(tiny_models.save_llama(tmp_path)), "-p", "x", *SMALL)
+    assert ran.code == 2
+    assert "give a folder that has one with --tokenizer" in ran.err
+    assert "skip_tokenizer_init" not in ran.err

@@ -7,6 +7,8 @@ import pytest
 
 import vtoken as package
 from tests.cli.conftest import Ran
+from vtoken.base.config import EngineConfig
+from vtoken.base.sampling_params import SamplingParams
 
 Vtoken = Callable[..., Ran]
 
@@ -29,6 +31,20 @@ def test_help_of_a_command_shows_examples(vtoken: Vtoken) -> None:
     assert "--kv-memory" in out
 
 
+def test_help_says_that_policies_are_not_there_yet(vtoken: Vtoken) -> None:
+    assert "policies are not there yet" in " ".join(vtoken("--help").out.split())
+
+
+def test_every_option_is_readable_at_80_columns(vtoken: Vtoken, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = vtoken("generate", "--help").out
+    options = {name for name in (*EngineConfig.names(), *SamplingParams.names())}
+    for name in options - {"model", "skip_tokenizer_init"}:
+        assert f"--{name.replace('_', '-')}" in out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -36,14 +52,18 @@ def test_help_of_a_command_shows_examples(vtoken: Vtoken) -> None:
         (["generate", "m"], "no prompt; give one with -p/--prompt"),
         (["generate", "m", "--nope"], "No such option: --nope"),
         (["generate", "m", "-p", "x", "--n", "0"], "n: expected a whole number from 1 to 1024, got 0"),
-        (["generate", "m", "-p", "x", "--n", "two"], "Invalid value for '--n'"),
+        (["generate", "m", "-p", "x", "--n", "two"], "'--n': expected a whole number, got 'two'"),
+        (["generate", "m", "-p", "x", "--top-p", "all"], "'--top-p': expected a number, got 'all'"),
+        (["generate", "m", "-p", "x", "--max-tokens", "some"], "expected a whole number or 'all', got 'some'"),
+        (["generate", "m", "-p", "x", "--stop-token-ids", "a"], "'--stop-token-ids': expected a whole number"),
+        (["generate", "m", "why is the sky blue?"], "give prompts with -p"),
         (["generate", "m", "-p", "x", "--temperature", "nan"], "temperature: expected a number"),
-        (["generate", "m", "-p", "x", "--dtype", "int8"], "Invalid value for '--dtype'"),
+        (["generate", "m", "-p", "x", "--dtype", "int8"], "'--dtype': expected one of auto, float32, "),
         (["generate", "m", "-p", "x", "--kv-memory", "lots"], "'lots' is no size"),
         (["generate", "m", "-p", "x", "--max-model-len", "long"], "neither a whole number nor 'auto'"),
-        (["generate", "m", "-p", "x", "--num-blocks", "4", "--kv-memory", "1MiB"], "both set the size of the KV pool"),
+        (["generate", "m", "-p", "x", "--num-blocks", "4", "--kv-memory", "1MiB"], "--num-blocks 4 and --kv-memory 1048576 both set"),
         (["generate", "m", "-p", "x", "--swap-space", "9999TB", "--preemption", "swap"], "this host has"),
-        (["generate", "m", "--prompts-file", "/nowhere/prompts"], "/nowhere/prompts cannot be read"),
+        (["generate", "m", "--prompts-file", "/nowhere/prompts"], "/nowhere/prompts cannot be read: No such file"),
         (["generate", "/nowhere/model", "-p", "x"], "/nowhere/model does not exist"),
         (["models", "get"], "Missing argument 'name'"),
         (["models", "get", "gpt-9"], "there is no model 'gpt-9' to get; there is: smollm2-135m"),
@@ -56,6 +76,8 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(vtoken: Vtoken, line: list[
     assert ran.err.startswith("error: ")
     assert said in ran.err
     assert ran.err.count("\n") == 1
+    assert ran.err.count("No such file") <= 1
+    assert "Value error" not in ran.err
     assert ran.out == ""
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from vtoken.base.config import EngineConfig
 from vtoken.base.sampling_params import SamplingParams
-from vtoken.cli.options import takes
+from vtoken.cli.options import as_flags, takes
 
 
 @pytest.fixture
@@ -63,6 +63,28 @@ def test_every_setting_is_offered_with_its_help_and_default(app: typer.Typer) ->
         for name in settings.names():
             if name not in left_out:
                 assert f"--{name.replace('_', '-')}" in text
-                assert (settings.model_fields[name].description or "?") in text
+                assert as_flags(settings.model_fields[name].description or "?") in text
     assert "(default: 99)" in text
     assert "(default: 256)" in text
+
+
+def test_all_is_what_python_calls_none(app: typer.Typer, given: dict[str, Any]) -> None:
+    assert CliRunner().invoke(app, ["m", "--max-tokens", "all"]).exit_code == 0
+    assert given["sampling"] == {"max_tokens": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("set a larger kv_memory or num_blocks", "set a larger --kv-memory or --num-blocks"),
+        ("max_model_len=9 is beyond it; 'auto'", "--max-model-len 9 is beyond it; 'auto'"),
+        ("Set max_model_len='auto' (gives 8)", "Set --max-model-len auto (gives 8)"),
+        ("give it with tokenizer=..., or not", "give it with --tokenizer ..., or not"),
+        ("enable_prefix_caching=False", "--no-enable-prefix-caching"),
+        ("n: expected a number", "--n: expected a number"),
+        ("the tokenizer of that seed has n tokens", "the tokenizer of that seed has n tokens"),
+        ("/models/num_blocks/kv_memory.gguf and ./max_tokens", "/models/num_blocks/kv_memory.gguf and ./max_tokens"),
+    ],
+)
+def test_settings_are_spelled_as_flags_and_nothing_else_is(text: str, spelled: str) -> None:
+    assert as_flags(text) == spelled

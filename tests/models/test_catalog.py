@@ -80,6 +80,8 @@ def test_a_model_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_an_unknown_name_lists_the_known(cache: Path) -> None:
     with pytest.raises(CheckpointError, match="no model 'gpt-5' to get; there is: smollm2-135m"):
         get_model("gpt-5")
+    with pytest.raises(CheckpointError, match="no model 'smollm2' to get; did you mean 'smollm2-135m'?"):
+        get_model("smollm2")
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,12 @@ def test_a_file_is_converted_again_only_when_it_changed(
     assert len(converted) == 2
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None:
-    """Cut short, through the whole road: process, reason, clean-up."""
+@pytest.mark.parametrize("kept", [20, 700, -5000], ids=["header", "keys", "tensors"])
+def test_a_cut_file_is_called_damaged_and_leaves_nothing(kept: int, tmp_path: Path, cache: Path) -> None:
+    """Through the whole road: process, reason, clean-up."""
     path = save_gguf(save_llama(tmp_path / "original", vocab_size=VOCAB_SIZE), tmp_path / "tiny.gguf")
-    path.write_bytes(path.read_bytes()[:-5000])
-    with pytest.raises(CheckpointError, match=r"tiny\.gguf cannot be converted: \w+Error: "):
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf cannot be converted: .* damaged or incomplete; get it again"):
         convert_gguf(path)
     assert list((cache / "gguf").iterdir()) == []
 

@@ -47,6 +47,7 @@ def test_a_catalogue_name_is_its_folder_once_fetched(cache: Path) -> None:
         ("./models/llama", r"does not exist; expected a checkpoint folder, a \.gguf file or one of .*smollm2-135m"),
         ("/nowhere/llama.gguf", "does not exist; expected"),
         ("llama", "does not exist; expected"),
+        ("SmolLM-135M", "does not exist; did you mean 'smollm2-135m'\\? expected"),
         ("", "the model's name is empty; expected a checkpoint folder"),
     ],
 )

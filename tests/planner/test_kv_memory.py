@@ -61,13 +61,22 @@ def test_a_length_beyond_the_pool_is_refused_and_the_largest_that_fits_works() -
 def test_none_means_the_models_own_length() -> None:
     assert _plan(model_max_len=2048).max_model_len == 2048
     assert _plan(model_max_len=2048, max_model_len="auto").max_model_len == 2048
-    with pytest.raises(ConfigError, match="max_model_len=131072 needs"):
+    with pytest.raises(ConfigError, match=r"^the model's own max_model_len, 131072, needs .*\(2 MiB, 1 blocks\).*'auto' \(gives 16\)"):
         _plan(num_blocks=1)
 
 
 def test_a_length_beyond_the_models_positions_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len=4096 is beyond the 2048 positions"):
         _plan(model_max_len=2048, max_model_len=4096)
+
+
+def test_beyond_the_model_and_the_pool_both_reasons_are_said() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _plan(model_max_len=2048, max_model_len=4096, num_blocks=8)
+    message = str(caught.value)
+    assert "is beyond the 2048 positions" in message
+    assert "needs 536870912 bytes (512 MiB)" in message
+    assert "largest length that fits is 128. Set max_model_len to 128 or 'auto'" in message
 
 
 def test_a_pool_below_one_block_is_refused() -> None:

@@ -263,3 +263,8 @@ def test_many_sequences_grow_the_tables_on_the_way() -> None:
         driver.add(tokens(3 + i % 5, i), 20, n=1 + (i == 7))
     driver.run()
     assert max(request.first_scheduled_time for request in driver.requests) <= 3
+
+
+def test_a_length_beyond_the_pool_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="max_model_len=66"):
+        Driver(num_blocks=4, block_size=16, max_model_len=66)

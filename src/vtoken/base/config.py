@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -36,6 +37,15 @@ class EngineConfig(Settings):
     """
 
     kind: ClassVar[str] = "engine setting"
+    example: ClassVar[str] = "model='smollm2-135m'"
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "gpu_memory_utilization": "the KV pool has a size, not a share: set kv_memory='2GiB' or num_blocks",
+        "num_gpu_blocks_override": "called num_blocks here",
+        "kv_cache_memory_bytes": "called kv_memory here",
+        "preemption_mode": "called preemption here",
+        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "quantization"), "not there yet"),
+        **dict.fromkeys(("kv_cache_dtype", "speculative_config", "enable_lora"), "not there yet"),
+    }
 
     model: _Path = setting(
         "The model: a checkpoint folder, a .gguf file or the name of a model that was got.",
@@ -63,7 +73,7 @@ class EngineConfig(Settings):
         le=256,
     )
     num_blocks: _Count | None = setting(
-        "Size of the KV pool in blocks. Without it and kv_memory: half of the available memory, at most 4 GiB.",
+        "Size of the KV pool in blocks. With neither this nor kv_memory: half of the available memory, at most 4 GiB.",
         expected=f"{_COUNT}, or None",
         default=None,
     )
@@ -73,7 +83,8 @@ class EngineConfig(Settings):
         default=None,
     )
     max_model_len: _Count | Literal["auto"] | None = setting(
-        "The most tokens of a sequence, prompt and answer together; auto: the most that the model and the pool allow.",
+        "The most tokens of a sequence, prompt and answer together: the model's own limit if not set, which the pool must "
+        "hold; auto: the most that the model and the pool allow.",
         expected=f"{_COUNT}, 'auto' (the most that fits), or None (the model's own)",
         default=None,
     )
@@ -95,10 +106,10 @@ class EngineConfig(Settings):
         default=0,
     )
     attention_backend: str = setting(
-        "What computes attention.", expected="the name of an attention backend", default="reference", min_length=1
+        "What computes attention; today there is reference only.", expected="the name of an attention backend", default="reference", min_length=1
     )
     seed: Seed | None = setting(
-        "Seeds the requests that bring no seed of their own; None: they differ from run to run.",
+        "Seeds the requests that bring no seed of their own; without it they differ from run to run.",
         expected=SEED_EXPECTED,
         default=None,
     )

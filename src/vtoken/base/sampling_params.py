@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field, Strict
@@ -18,6 +19,7 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 SEED_EXPECTED = "a whole number from -2**63 to 2**64 - 1, or None (random)"
 
 _TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+_NOT_YET = "not there yet"
 # The sequence may be a list, a set or a tuple; its members stay strict.
 _TokenIds = Annotated[tuple[_TokenId, ...], Strict(False), BeforeValidator(lambda ids: () if ids is None else ids)]
 
@@ -29,6 +31,15 @@ class SamplingParams(Settings):
     """
 
     kind: ClassVar[str] = "sampling parameter"
+    example: ClassVar[str] = "temperature=0.8"
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "stop": f"{_NOT_YET}; stop_token_ids ends an answer at tokens",
+        "min_tokens": f"{_NOT_YET}; ignore_eos goes on to max_tokens",
+        "best_of": f"{_NOT_YET}; n draws several answers",
+        **dict.fromkeys(("logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words"), _NOT_YET),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NOT_YET),
+        **dict.fromkeys(("structured_outputs", "guided_decoding", "logits_processors", "include_stop_str_in_output"), _NOT_YET),
+    }
 
     n: int = setting(
         "Choices to draw from the same prompt, which they share in memory.",
@@ -71,7 +82,7 @@ class SamplingParams(Settings):
         default=None,
     )
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = setting(
-        "The most new tokens of a choice, clamped to the room that max_model_len leaves; None: all the room.",
+        "The most new tokens of a choice, clamped to the room that max_model_len leaves, or all of that room.",
         expected="a whole number from 1 up, or None (the room left)",
         default=16,
     )

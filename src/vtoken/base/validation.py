@@ -6,6 +6,8 @@ takes what it is (for `--help` and docs) and what is expected of a value: one ph
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,13 +32,33 @@ class Settings(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
     kind: ClassVar[str]  # what one field is called in messages: "sampling parameter"
+    example: ClassVar[str]  # one field as it is given, for messages: "temperature=0.8"
+    # Names of other engines that are no field here -> what to say of them: a guess by spelling would mislead.
+    elsewhere: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, /, **values: Any) -> None:
+    def __init__(self, /, *positional: Any, **values: Any) -> None:
+        if positional:
+            raise self.refuse(
+                f"{type(self).__name__} takes names only, such as {self.example}; got {shorten(positional[0])} without "
+                "a name",
+                None,
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:
             message, field = self._explain(error)
             raise self.refuse(message, field) from None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Give `help(cls)` the meaning of each field."""
+        fields = [f"    {name}: {field.description}{cls._default_text(name)}" for name, field in cls.model_fields.items()]
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Fields:", *fields])
+
+    @classmethod
+    def _default_text(cls, field: str) -> str:
+        info = cls.model_fields[field]
+        return "" if info.is_required() else f" Default: {info.default!r}."
 
     @classmethod
     def refuse(cls, message: str, field: str | None) -> VtokenError:
@@ -73,6 +95,8 @@ class Settings(BaseModel):
         if field is None:
             assert detail is not None, f"pydantic found what no validator of ours says: {found}"
             return detail
+        if found["type"] == "extra_forbidden" and field in cls.elsewhere:
+            return f"{field}: {cls.elsewhere[field]}"
         if found["type"] == "extra_forbidden":
             known = list(cls.names())
             return f"{field}: unknown {cls.kind}; {suggest(field, known)}known: {', '.join(known)}"

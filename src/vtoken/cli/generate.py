@@ -19,23 +19,34 @@ if TYPE_CHECKING:
     from vtoken.engine.llm import LLM
     from vtoken.engine.outputs import RequestOutput
 
-_DEFAULT_MAX_TOKENS = 256  # an answer to read; vLLM's 16 is a default for completions
+DEFAULT_MAX_TOKENS = 256  # an answer to read; vLLM's 16 is a default for completions
 
 
-@takes(SamplingParams, into="sampling", panel="Drawing tokens", max_tokens=_DEFAULT_MAX_TOKENS)
+@takes(SamplingParams, into="sampling", panel="Drawing tokens", max_tokens=DEFAULT_MAX_TOKENS)
 @takes(EngineConfig, into="engine", panel="Engine", leave_out=("model", "skip_tokenizer_init", "seed"))
 def generate(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file or a name: smollm2-135m.")],
     *,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat it, and all run at once.")
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat it, and all run at once.", metavar="TEXT")
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option(help="A file with a prompt on each line; - reads standard input.", allow_dash=True)
+        Path | None,
+        typer.Option(
+            help="A file with a prompt on each line, blank lines aside; - reads standard input.",
+            allow_dash=True,
+            metavar="FILE",
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before each prompt.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            help="What the model is told before each prompt; with --no-chat, a paragraph in front of it.",
+            metavar="TEXT",
+        ),
+    ] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Ask in the model's chat format (default: if it has one)")
+        bool | None, typer.Option("--chat/--no-chat", help="Ask in the model's chat format, or send the prompt as it is (default: chat, if the model has a format).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the memory did.")] = False,
@@ -46,19 +57,28 @@ def generate(
 
     One question:
 
+    \b
         vtoken generate smollm2-135m -p "Why is the sky blue?"
 
-    Two at once, sharing the memory of what they are told first:
+    Two at once, sharing the memory of what they are told first (whole blocks of it, so the text must be longer than
+    one block, 16 tokens):
 
-        vtoken generate smollm2-135m --system "Answer in one sentence." -p "What is rain?" -p "What is snow?" --stats
+    \b
+        vtoken generate smollm2-135m --stats \\
+          -p "What is rain?" -p "What is snow?" \\
+          --system "You teach children: answer in one or two short, exact sentences."
 
     Four different answers to one prompt, the same on every run:
 
-        vtoken generate smollm2-135m -p "Name a fruit." --n 4 --temperature 0.8 --seed 7
+    \b
+        vtoken generate smollm2-135m -p "Name a fruit." --n 4 \\
+          --temperature 0.8 --seed 7
 
     In a small memory, 64 blocks of 16 tokens, from a file, for a script:
 
-        vtoken generate ./my-model --prompts-file questions.txt --num-blocks 64 --max-model-len auto --json
+    \b
+        vtoken generate ./my-model --prompts-file questions.txt --json \\
+          --num-blocks 64 --max-model-len auto
     """
     texts = _read_prompts(prompt or [], prompts_file)
     params = SamplingParams(**sampling)
@@ -89,8 +109,10 @@ def _read_prompts(prompts: list[str], file: Path | None) -> list[str]:
     if file is not None:
         try:
             text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--prompts-file: {file} cannot be read: {error}") from None
+        except OSError as error:
+            raise RequestError(f"--prompts-file: {file} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise RequestError(f"--prompts-file: {file} is not UTF-8 text: {error}") from None
         prompts = prompts + [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise RequestError("no prompt; give one with -p/--prompt, or a file of them with --prompts-file")

@@ -9,9 +9,10 @@ import typer
 
 import vtoken
 from vtoken.cli import generate, models
+from vtoken.cli.options import as_flags
 
 _ABOUT = """
-An LLM engine on a paged KV cache with token-level eviction.
+An LLM engine on a paged KV cache, built for token-level eviction; policies are not there yet.
 
 Start with a small real model (about 100 MB to download):
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     help=_ABOUT,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode=None,  # its tables cut the names of options off at 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)
@@ -57,7 +58,7 @@ def run() -> None:
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:  # of the command line itself
-        _fail(error.format_message().rstrip(".") + "; see --help", error.exit_code)
+        _fail(_explain(error) + "; see --help", error.exit_code)
     except (vtoken.ConfigError, vtoken.RequestError, vtoken.CheckpointError) as error:
         _fail(str(error), 2)
     except vtoken.VtokenError as error:
@@ -65,6 +66,12 @@ def run() -> None:
     sys.exit(code)
 
 
+def _explain(error: typer.TyperException) -> str:
+    message = error.format_message().rstrip(".")
+    # People type the prompt right behind the model.
+    return message + "; give prompts with -p" if "unexpected extra argument" in message else message
+
+
 def _fail(message: str, code: int) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    typer.echo(f"error: {as_flags(message)}", err=True)
     sys.exit(code)

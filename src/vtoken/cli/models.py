@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(help="Get small real models, and see which there are.")
+app = typer.Typer(help="Get small real models, and see which there are.", rich_markup_mode=None)
 
 
 @app.command("get")

@@ -3,15 +3,78 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import wraps
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import typer
 
+from vtoken.base.config import EngineConfig
+from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.units import parse_bytes
 from vtoken.base.validation import Settings
+
+
+ALL: Final = "all"  # what the command line has for a count of None
+
+# What a message for Python users says where the command line offers nothing of the kind.
+_PYTHON_ONLY: Final = ", or set skip_tokenizer_init=True and send token ids"
+_NAMES: Final = sorted({*EngineConfig.names(), *SamplingParams.names()} - {"model"}, key=len, reverse=True)
+# Not inside a path: /models/num_blocks/ is a place.
+_SETTING: Final = re.compile(rf"(?<![\w./-])(?:{'|'.join(_NAMES)})(?![\w/-]|\.\w)(?:=(?:'[^']*'|[^\s,;:()]+))?")
+
+
+def as_flags(text: str) -> str:
+    """`text` with settings as the command line spells them: `kv_memory='1GiB'` becomes `--kv-memory 1GiB`.
+
+    A name of one word is a setting where a value or, at the start, a colon follows it; elsewhere it is a word.
+    """
+
+    def spell(match: re.Match[str]) -> str:
+        name, _, value = match[0].partition("=")
+        leads = match.start() == 0 and text[match.end() :].startswith(":")
+        if not value and "_" not in name and not leads:
+            return match[0]
+        flag = "--" + name.replace("_", "-")
+        if value in ("True", "False"):
+            return flag if value == "True" else "--no-" + name.replace("_", "-")
+        return f"{flag} {value.strip(chr(39))}" if value else flag
+
+    return _SETTING.sub(spell, text.replace(_PYTHON_ONLY, ""))
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a whole number, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a number, got {text!r}") from None
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"expected one of {', '.join(choices)}, got {text!r}")
+        return text
+
+    return read
+
+
+def _count_or_all(text: str) -> int | str:
+    if text == ALL:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a whole number or {ALL!r}, got {text!r}") from None
 
 
 def _size(text: str) -> int:
@@ -22,11 +85,10 @@ def _size(text: str) -> int:
 
 
 def _length(text: str) -> int | str:
-    if text.isdigit():
-        return int(text)
-    if text != "auto":
-        raise typer.BadParameter(f"{text!r} is neither a whole number nor 'auto'")
-    return text
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor 'auto'") from None
 
 
 # Settings that read more than their type says: how, and what `--help` calls the value.
@@ -34,6 +96,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "kv_memory": (_size, "SIZE"),
     "swap_space": (_size, "SIZE"),
     "max_model_len": (_length, "TOKENS|auto"),
+    "max_tokens": (_count_or_all, f"TOKENS|{ALL}"),
 }
 
 
@@ -51,7 +114,9 @@ def takes(
         @wraps(command)
         def run(**arguments: Any) -> None:
             given = {name: arguments.pop(name) for name in names}
-            given = defaults | {name: value for name, value in given.items() if value is not None}
+            given = defaults | {
+                name: None if value == ALL else value for name, value in given.items() if value is not None
+            }
             command(**arguments, **{into: given})
 
         signature = inspect.signature(command, eval_str=True)
@@ -68,19 +133,30 @@ def takes(
 def _option(settings: type[Settings], name: str, panel: str, default: Any) -> inspect.Parameter:
     field = settings.model_fields[name]
     default = field.default if default is None else default
-    about = field.description or ""
+    about = as_flags(field.description or "")
     if default not in (None, ()):
         about += f" (default: {_spell(default)})"
     flag = "--" + name.replace("_", "-")
     more: dict[str, Any] = {}
     value_type = _value_type(field.annotation)
-    if name in _READERS:
-        more["parser"], more["metavar"] = _READERS[name]
-        value_type = str
+    reader = _READERS.get(name) or _reader(value_type)
+    if reader is not None:
+        more["parser"], more["metavar"] = reader
+        value_type = list[str] if get_origin(value_type) is list else str
     names = [f"{flag}/--no-{name.replace('_', '-')}"] if value_type is bool else [flag]
     option = typer.Option(*names, help=about, rich_help_panel=panel, show_default=False, **more)
     annotation = Annotated[value_type | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _reader(value_type: Any) -> tuple[Callable[[str], Any], str] | None:
+    """How a value of this type is read, and what `--help` calls it; None where Typer's own way will do."""
+    if get_origin(value_type) is list:
+        return _reader(get_args(value_type)[0])
+    if get_origin(value_type) is Literal:
+        choices = get_args(value_type)
+        return _one_of(choices), "|".join(choices)
+    return {int: (_whole_number, "NUMBER"), float: (_number, "NUMBER"), str: (str, "TEXT")}.get(value_type)
 
 
 def _spell(default: Any) -> str:

@@ -33,11 +33,9 @@ def memory_table(stats: EngineStats) -> Table:
     row("preemptions", scheduler.preemptions, _preempted(stats))
     if memory.tokens_evicted:
         row("evicted", memory.tokens_evicted, f"tokens; {memory.blocks_reclaimed:,} blocks came back")
-    row(
-        "tokens computed",
-        scheduler.tokens_computed,
-        f"of which {scheduler.tokens_generated:,} answer, in {scheduler.steps:,} steps",
-    )
+    row("tokens computed", scheduler.tokens_computed, f"in {scheduler.steps:,} steps")
+    # A figure of its own, no part of the one above: the last token of an answer is drawn and never computed.
+    row("tokens drawn", scheduler.tokens_generated, "of the answers, all choices together")
     row("speed", f"{stats.tokens_per_second:.1f}", f"answer tokens a second, over {stats.busy_seconds:.1f} s of work")
     return table
 

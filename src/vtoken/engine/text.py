@@ -31,7 +31,7 @@ class Tokenizer:
         if vocab_size is not None and largest >= vocab_size:
             raise CheckpointError(
                 f"the tokenizer has token ids up to {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
-                "give the tokenizer that belongs to this model with tokenizer="
+                "give the tokenizer that belongs to this model with tokenizer=..."
             )
         self.backend = backend
         self.bos_token_id: int | None = backend.bos_token_id
@@ -57,7 +57,7 @@ class Tokenizer:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise CheckpointError(
                 f"no tokenizer in {folder}: expected one of {', '.join(_TOKENIZER_FILES)}; give a folder that has one "
-                "with tokenizer=, or set skip_tokenizer_init=True and send token ids"
+                "with tokenizer=..., or set skip_tokenizer_init=True and send token ids"
             )
         from transformers import AutoTokenizer
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from vtoken.base.errors import CheckpointError
+from vtoken.base.registry import suggest
 from vtoken.models.cache import cache_dir, new_folder
 from vtoken.models.gguf import write_checkpoint
 
@@ -54,7 +55,8 @@ def get_model(name: str, progress: Callable[[str], None] = print) -> Path:
     """
     entry = CATALOG.get(name)
     if entry is None:
-        raise CheckpointError(f"there is no model {name!r} to get; there is: {', '.join(CATALOG)}")
+        hint = suggest(name.lower(), list(CATALOG))
+        raise CheckpointError(f"there is no model {name!r} to get; {hint}there is: {', '.join(CATALOG)}")
     target = model_folder(name)
     if target.is_dir():
         progress(f"{name} is in {target}")

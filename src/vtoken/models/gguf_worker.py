@@ -21,7 +21,7 @@ from vtoken.models.shards import SINGLE_NAME
 
 def convert(path: Path, folder: Path) -> None:
     """Decode `path` with transformers and save it as a plain checkpoint."""
-    _check_rope(GGUFReader(path))
+    _check_rope(_read(path))
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     _check_architecture(AutoConfig.from_pretrained(**source))
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -38,6 +38,16 @@ def convert(path: Path, folder: Path) -> None:
     save_file(weights, folder / SINGLE_NAME, metadata={"format": "pt"})
     # safetensors makes its files private; who may read the folder may read the weights.
     (folder / SINGLE_NAME).chmod(folder.stat().st_mode & 0o666)
+
+
+def _read(path: Path) -> GGUFReader:
+    """Open a file: this walks over all of its header and checks that every tensor is there."""
+    try:
+        return GGUFReader(path)
+    except Exception as error:  # numpy's and Python's own, at whatever the damage leads the reader to
+        raise CheckpointError(
+            f"the file is damaged or incomplete; get it again ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _check_rope(reader: GGUFReader) -> None:

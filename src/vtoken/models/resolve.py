@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from vtoken.base.errors import CheckpointError
+from vtoken.base.registry import suggest
 from vtoken.models.catalog import CATALOG, model_folder
 from vtoken.models.gguf import convert_gguf
 
@@ -40,4 +41,4 @@ def resolve_model(name_or_path: str | Path) -> Path:
             "download the model and give the path of its folder, or get a small one with: "
             f"vtoken models get {next(iter(CATALOG))}"
         )
-    raise CheckpointError(f"{name} does not exist; expected {_EXPECTED}")
+    raise CheckpointError(f"{name} does not exist; {suggest(name.lower(), list(CATALOG))}expected {_EXPECTED}")

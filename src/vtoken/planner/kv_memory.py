@@ -114,18 +114,27 @@ def _plan_length(config: EngineConfig, shape: KVShape, num_blocks: int, model_ma
     if config.max_model_len == "auto":
         return min(model_max_len, largest)
     length = model_max_len if config.max_model_len is None else config.max_model_len
-    if length > model_max_len:
+    if length <= min(model_max_len, largest):
+        return length
+    block_bytes = shape.bytes_per_block(config.block_size)
+    needed, pool = blocks_for(length, config.block_size) * block_bytes, num_blocks * block_bytes
+    needs = (
+        f"needs {needed} bytes ({format_bytes(needed)}) of KV memory, but the pool has {pool} bytes "
+        f"({format_bytes(pool)}, {num_blocks} blocks): the largest length that fits is {largest}"
+    )
+    if config.max_model_len is None:
         raise ConfigError(
-            f"max_model_len={length} is beyond the {model_max_len} positions of the model; set max_model_len to "
-            f"{min(model_max_len, largest)} or 'auto'"
+            f"the model's own max_model_len, {length}, {needs}. Set max_model_len='auto' (gives {largest}), or set a "
+            "larger kv_memory or num_blocks"
         )
-    if length > largest:
-        block_bytes = shape.bytes_per_block(config.block_size)
-        needed = blocks_for(length, config.block_size) * block_bytes
-        pool = num_blocks * block_bytes
+    if length <= model_max_len:
         raise ConfigError(
-            f"max_model_len={length} needs {needed} bytes ({format_bytes(needed)}) of KV memory, but the pool has "
-            f"{pool} bytes ({format_bytes(pool)}): the largest length that fits is {largest}. Set max_model_len to "
-            f"{largest} or 'auto', or set a larger kv_memory or num_blocks"
+            f"max_model_len={length} {needs}. Set max_model_len to {largest} or 'auto', or set a larger kv_memory or "
+            "num_blocks"
         )
-    return length
+    # Both reasons at once: who mends the one alone would meet the other next.
+    too_large = f"; it also {needs}" if length > largest else ""
+    raise ConfigError(
+        f"max_model_len={length} is beyond the {model_max_len} positions of the model{too_large}. Set max_model_len to "
+        f"{min(model_max_len, largest)} or 'auto'"
+    )

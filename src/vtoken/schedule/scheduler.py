@@ -53,6 +53,11 @@ class Scheduler:
     ) -> None:
         if config.preemption == "auto" and costs is None:
             raise ConfigError("preemption='auto' needs the machine's speeds (PreemptionCosts) to choose by")
+        if config.max_model_len - 1 > memory.pool.num_blocks * memory.block_size:  # the last token needs no slot
+            raise ConfigError(
+                f"max_model_len={config.max_model_len} is more than the pool holds: {memory.pool.num_blocks} blocks of "
+                f"{memory.block_size} tokens"
+            )
         self.config = config
         self.memory = memory
         self.counters = SchedulerCounters()

@@ -1,0 +1,50 @@
+"""The examples that the README shows, run as a user would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_models, tiny_tokenizers
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name: str, **environment: str) -> str:
+    command = [sys.executable, str(ROOT / "examples" / name)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model cache in which a tiny model lies under the real one's name."""
+    cache = tmp_path_factory.mktemp("cache")
+    tokenizer = tiny_tokenizers.byte_level()
+    folder = tiny_models.save_llama(cache / "models" / "smollm2-135m", vocab_size=len(tokenizer))
+    tiny_tokenizers.save(tokenizer, folder)
+    return str(cache)
+
+
+def test_evict_prints_what_the_readme_shows() -> None:
+    out = run("evict.py")
+    assert f"```\n{out}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "2 blocks came back for 2 copies" in out
+
+
+def test_first_answers_each_prompt(cache: str) -> None:
+    lines = run("first.py", VTOKEN_CACHE=cache)
+    for prompt in ("The capital of France is", "The chemical symbol of gold is", "The opposite of hot is"):
+        assert prompt in lines
+
+
+def test_steps_end_by_abort_and_by_length(cache: str) -> None:
+    ended = dict(re.findall(r"^(\w) ended by (\w+)", run("steps.py", VTOKEN_CACHE=cache), re.MULTILINE))
+    assert ended.keys() == {"a", "b"}
+    assert ended["b"] in ("length", "stop")
+    assert ended["a"] in ("abort", "stop")
