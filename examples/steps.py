@@ -8,7 +8,9 @@ with LLM("smollm2-135m", kv_memory="256MiB", max_model_len="auto") as llm:
     engine = llm.engine
     chat = llm.get_tokenizer().encode_chat([{"role": "user", "content": "Why is the sky blue?"}])
     engine.add_request("a", chat, SamplingParams(temperature=0.0, max_tokens=40))
-    engine.add_request("b", "The capital of France is", SamplingParams(temperature=0.0, max_tokens=8), output_kind="final")
+    engine.add_request(
+        "b", "The capital of France is", SamplingParams(temperature=0.0, max_tokens=8), output_kind="final"
+    )
     while engine.has_unfinished_requests():
         for output in engine.step():
             answer = output.outputs[0]

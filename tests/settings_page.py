@@ -21,16 +21,18 @@ and {DEFAULT_MAX_TOKENS} there, where `all` stands for Python's `None`.
 
 
 def page() -> str:
-    engine = _section("The engine", 'Given to `LLM(model, ...)`; checked by `EngineConfig`.', EngineConfig)
+    engine = _section("The engine", "Given to `LLM(model, ...)`; checked by `EngineConfig`.", EngineConfig)
     return "\n".join([_HEAD, engine, _section("One request", "Given to `SamplingParams(...)`.", SamplingParams)])
 
 
 def _section(title: str, about: str, settings: type[Settings]) -> str:
     rows = [
-        f"| `{name}` | {_cell(field.description or '')} | {_cell(settings.expectation(name))} | {_default(settings, name)} |"
+        f"| `{name}` | {_cell(field.description)} | {_cell(settings.expectation(name))} | {_default(settings, name)} |"
         for name, field in settings.model_fields.items()
     ]
-    return "\n".join([f"## {title}", "", about, "", "| name | meaning | value | default |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(
+        [f"## {title}", "", about, "", "| name | meaning | value | default |", "|---|---|---|---|", *rows, ""]
+    )
 
 
 def _default(settings: type[Settings], name: str) -> str:
@@ -38,8 +40,8 @@ def _default(settings: type[Settings], name: str) -> str:
     return "required" if field.is_required() else f"`{field.default!r}`"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _cell(text: str | None) -> str:
+    return (text or "").replace("|", "\\|").replace("*", "\\*")
 
 
 if __name__ == "__main__":

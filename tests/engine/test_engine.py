@@ -124,7 +124,7 @@ def test_nan_ends_one_request_and_is_not_cached(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with LLM(str(tmp_path), num_blocks=32, max_model_len="auto", skip_tokenizer_init=True) as llm:
         engine = llm.engine
-        clean, broken = [1] * 40, [1] * 20 + [7] + [1] * 20
+        clean, broken = [1] * 40, [2] * 20 + [7] + [2] * 20
         expected = answer(engine, clean)
         engine.add_request("clean", clean, GREEDY)
         engine.add_request("broken", broken, GREEDY.replace(n=3))

@@ -149,10 +149,10 @@ def publish_after_eviction(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def dead_tokens_moved_too(patch: pytest.MonkeyPatch) -> None:
-    def finish(original, self, ticket):
+    def finish(original, self, ticket, **kwargs):
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(BlockTable, "is_live", lambda self, lanes, rows: np.ones(len(rows), np.bool_))
-            return original(self, ticket)
+            return original(self, ticket, **kwargs)
 
     wrap(patch, BesideMoves, "finish", finish)
 

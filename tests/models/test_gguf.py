@@ -77,7 +77,9 @@ def test_a_cut_file_is_called_damaged_and_leaves_nothing(kept: int, tmp_path: Pa
     """Through the whole road: process, reason, clean-up."""
     path = save_gguf(save_llama(tmp_path / "original", vocab_size=VOCAB_SIZE), tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"tiny\.gguf cannot be converted: .* damaged or incomplete; get it again"):
+    with pytest.raises(
+        CheckpointError, match=r"tiny\.gguf cannot be converted: .* damaged or incomplete; get it again"
+    ):
         convert_gguf(path)
     assert list((cache / "gguf").iterdir()) == []
 

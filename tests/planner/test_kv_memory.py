@@ -61,7 +61,9 @@ def test_a_length_beyond_the_pool_is_refused_and_the_largest_that_fits_works() -
 def test_none_means_the_models_own_length() -> None:
     assert _plan(model_max_len=2048).max_model_len == 2048
     assert _plan(model_max_len=2048, max_model_len="auto").max_model_len == 2048
-    with pytest.raises(ConfigError, match=r"^the model's own max_model_len, 131072, needs .*\(2 MiB, 1 blocks\).*'auto' \(gives 16\)"):
+    with pytest.raises(
+        ConfigError, match=r"^the model's own max_model_len, 131072, needs .*\(2 MiB\) in 1 blocks.*'auto' \(gives 16\)"
+    ):
         _plan(num_blocks=1)
 
 

@@ -83,8 +83,8 @@ class EngineConfig(Settings):
         default=None,
     )
     max_model_len: _Count | Literal["auto"] | None = setting(
-        "The most tokens of a sequence, prompt and answer together: the model's own limit if not set, which the pool must "
-        "hold; auto: the most that the model and the pool allow.",
+        "The most tokens of a sequence, prompt and answer together: the model's own limit if not set, which the pool "
+        "must hold; auto: the most that the model and the pool allow.",
         expected=f"{_COUNT}, 'auto' (the most that fits), or None (the model's own)",
         default=None,
     )
@@ -106,7 +106,10 @@ class EngineConfig(Settings):
         default=0,
     )
     attention_backend: str = setting(
-        "What computes attention; today there is reference only.", expected="the name of an attention backend", default="reference", min_length=1
+        "What computes attention; today there is reference only.",
+        expected="the name of an attention backend",
+        default="reference",
+        min_length=1,
     )
     seed: Seed | None = setting(
         "Seeds the requests that bring no seed of their own; without it they differ from run to run.",

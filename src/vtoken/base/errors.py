@@ -43,3 +43,12 @@ class EngineError(VtokenError):
 
 class InvariantError(VtokenError, AssertionError):
     """The books contradict themselves."""
+
+
+def describe(error: BaseException) -> str:
+    """One line about an error of any kind, even one that cannot describe itself."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -38,7 +38,9 @@ class SamplingParams(Settings):
         "best_of": f"{_NOT_YET}; n draws several answers",
         **dict.fromkeys(("logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words"), _NOT_YET),
         **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NOT_YET),
-        **dict.fromkeys(("structured_outputs", "guided_decoding", "logits_processors", "include_stop_str_in_output"), _NOT_YET),
+        **dict.fromkeys(
+            ("structured_outputs", "guided_decoding", "logits_processors", "include_stop_str_in_output"), _NOT_YET
+        ),
     }
 
     n: int = setting(

@@ -52,7 +52,9 @@ class Settings(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Give `help(cls)` the meaning of each field."""
-        fields = [f"    {name}: {field.description}{cls._default_text(name)}" for name, field in cls.model_fields.items()]
+        fields = [
+            f"    {name}: {field.description}{cls._default_text(name)}" for name, field in cls.model_fields.items()
+        ]
         cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Fields:", *fields])
 
     @classmethod

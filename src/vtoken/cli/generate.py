@@ -28,7 +28,8 @@ def generate(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file or a name: smollm2-135m.")],
     *,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat it, and all run at once.", metavar="TEXT")
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="A prompt; repeat it, and all run at once.", metavar="TEXT"),
     ] = None,
     prompts_file: Annotated[
         Path | None,
@@ -46,7 +47,11 @@ def generate(
         ),
     ] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Ask in the model's chat format, or send the prompt as it is (default: chat, if the model has a format).")
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Ask in the model's chat format, or send the prompt as it is (default: chat, if there is a format).",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the memory did.")] = False,
@@ -66,7 +71,7 @@ def generate(
     \b
         vtoken generate smollm2-135m --stats \\
           -p "What is rain?" -p "What is snow?" \\
-          --system "You teach children: answer in one or two short, exact sentences."
+          --system "You teach children: answer in one or two exact sentences."
 
     Four different answers to one prompt, the same on every run:
 

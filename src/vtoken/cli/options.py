@@ -16,7 +16,6 @@ from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.units import parse_bytes
 from vtoken.base.validation import Settings
 
-
 ALL: Final = "all"  # what the command line has for a count of None
 
 # What a message for Python users says where the command line offers nothing of the kind.
@@ -98,6 +97,11 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_model_len": (_length, "TOKENS|auto"),
     "max_tokens": (_count_or_all, f"TOKENS|{ALL}"),
 }
+_READERS_BY_TYPE: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (_whole_number, "NUMBER"),
+    float: (_number, "NUMBER"),
+    str: (str, "TEXT"),
+}
 
 
 def takes(
@@ -156,7 +160,7 @@ def _reader(value_type: Any) -> tuple[Callable[[str], Any], str] | None:
     if get_origin(value_type) is Literal:
         choices = get_args(value_type)
         return _one_of(choices), "|".join(choices)
-    return {int: (_whole_number, "NUMBER"), float: (_number, "NUMBER"), str: (str, "TEXT")}.get(value_type)
+    return _READERS_BY_TYPE.get(value_type)
 
 
 def _spell(default: Any) -> str:

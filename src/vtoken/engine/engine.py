@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from vtoken.base.clock import Clock, MonotonicClock
-from vtoken.base.errors import EngineError, RequestError
+from vtoken.base.errors import EngineError, RequestError, describe
 from vtoken.base.hashing import mix64
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.validation import shorten
+from vtoken.engine.interrupts import HeldInterrupt
 from vtoken.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vtoken.engine.stats import EngineStats
 from vtoken.engine.text import IncrementalDetokenizer, Tokenizer, prompt_of_nothing
@@ -61,7 +63,7 @@ class Engine:
         self._clock = clock or MonotonicClock()
         self._num_requests = 0
         self._busy_seconds = 0.0
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[Request, _Tracked] = {}  # not by id: that of an aborted request may be in use again
         self.is_closed = False
 
     def add_request(
@@ -84,8 +86,13 @@ class Engine:
             raise EngineError("this engine is closed; make a new one")
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id: expected text that is not empty, got {request_id!r}", "request_id")
+        if output_kind not in get_args(OutputKind):
+            raise RequestError(f"output_kind: expected 'cumulative' or 'final', got {output_kind!r}", "output_kind")
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params: expected SamplingParams, got {shorten(params)}", "params")
         params.check_vocabulary(self.facts.vocab_size)
+        _check_salt(cache_salt)
         token_ids = self._encode(prompt)
         seed = params.seed
         if seed is None:
@@ -93,14 +100,15 @@ class Engine:
         request = self.scheduler.add(request_id, token_ids, params, seed=seed, cache_salt=cache_salt)
         self._num_requests += 1
         text = prompt if isinstance(prompt, str) else None
-        self._tracked[request_id] = _Tracked(request, text, output_kind, self.tokenizer)
+        self._tracked[request] = _Tracked(request, text, output_kind, self.tokenizer)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests, in whatever state, and give their blocks back. Unknown and ended ones are no error.
 
         The next `step` returns their last outputs, with finish_reason "abort".
         """
-        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for request_id in ids:
             self.scheduler.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
@@ -108,31 +116,36 @@ class Engine:
         return bool(self._tracked)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests it brought a token (those that asked for it) and those that ended."""
-        started = self._clock.now()
-        drawn: list[tuple[Sequence, int]] = []
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            try:
-                drawn = self.scheduler.apply(self.executor.execute(plan))
-            except BaseException as error:
-                self.scheduler.fail(error)
-                if not isinstance(error, Exception):
-                    raise
-        outputs = self._report(drawn)
-        self._busy_seconds += self._clock.now() - started
+        """Run one step. Returns the requests it brought a token (those that asked for it) and those that ended.
+
+        What the executor raises ends one request at most; Ctrl-C waits until the step is over.
+        """
+        with HeldInterrupt():
+            started = self._clock.now()
+            drawn: list[tuple[Sequence, int]] = []
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                try:
+                    drawn = self.scheduler.apply(self.executor.execute(plan))
+                except BaseException as error:
+                    self.scheduler.fail(error)
+                    if not isinstance(error, Exception):
+                        raise
+            outputs = self._report(drawn)
+            self._busy_seconds += self._clock.now() - started
+        if plan is None and self.scheduler.num_unfinished:
+            raise EngineError(f"nothing can run, but {self.scheduler.num_unfinished} requests are left: a bug of ours")
         return outputs
 
     def _report(self, drawn: list[tuple[Sequence, int]]) -> list[RequestOutput]:
-        advanced: dict[str, _Tracked] = {}
+        advanced: dict[Request, _Tracked] = {}
         for sequence, token in drawn:
-            request_id = sequence.request.request_id
-            tracked = self._tracked[request_id]
+            tracked = self._tracked[sequence.request]
             if tracked.kind == "cumulative":
                 tracked.push(sequence, token)
-                advanced[request_id] = tracked
+                advanced[sequence.request] = tracked
         for request in self.scheduler.take_finished():
-            advanced[request.request_id] = self._tracked.pop(request.request_id)
+            advanced[request] = self._tracked.pop(request)
         return [tracked.output(self.scheduler.died_at) for tracked in advanced.values()]
 
     def stats(self) -> EngineStats:
@@ -156,32 +169,41 @@ class Engine:
     def close(self) -> None:
         """End what still runs, and give the executor's memory and threads back. May be called twice."""
         if not self.is_closed:
-            self.abort_request(list(self._tracked))
+            self.abort_request([request.request_id for request in self._tracked])
             self.is_closed = True
             self.executor.close()
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, each of them in the vocabulary, whoever made them."""
+        largest = self.facts.vocab_size - 1
+        token_ids = self._tokenize(prompt)
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise RequestError(f"prompt: expected whole numbers as token ids, got {shorten(token)}", "prompt")
+            if not 0 <= token <= largest:
+                message = f"prompt: token ids go from 0 to {largest} (the vocabulary), got {shorten(token)}"
+                raise RequestError(message, "prompt")
+        return [int(token) for token in token_ids]
+
+    def _tokenize(self, prompt: Prompt) -> list[Any]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
                     "prompt: this engine has no tokenizer (skip_tokenizer_init=True); send token ids", "prompt"
                 )
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, SequenceOf | np.ndarray):
-            raise RequestError(f"prompt: expected text or token ids, got {type(prompt).__name__}", "prompt")
-        if not len(prompt):
-            return prompt_of_nothing(self.facts.bos_token_id)
-        token_ids: list[Any] = list(prompt)
-        strange = next((t for t in token_ids if isinstance(t, bool) or not isinstance(t, int | np.integer)), None)
-        if strange is not None:
-            raise RequestError(f"prompt: expected whole numbers as token ids, got {shorten(strange)}", "prompt")
-        largest = self.facts.vocab_size - 1
-        outside = next((t for t in token_ids if not 0 <= t <= largest), None)
-        if outside is not None:
-            raise RequestError(
-                f"prompt: token ids go from 0 to {largest} (the vocabulary), got {shorten(outside)}", "prompt"
-            )
-        return [int(t) for t in token_ids]
+        is_row = isinstance(prompt, np.ndarray) and prompt.ndim == 1
+        if not is_row and (isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, SequenceOf)):
+            raise RequestError(f"prompt: expected text or token ids, got {shorten(prompt)}", "prompt")
+        return list(prompt) if len(prompt) else prompt_of_nothing(self.facts.bos_token_id)
+
+
+def _check_salt(salt: str | None) -> None:
+    if salt is not None:
+        try:
+            salt.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise RequestError("cache_salt: expected text", "cache_salt") from None
 
 
 class _Tracked:
@@ -192,6 +214,7 @@ class _Tracked:
         self.kind = kind
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self._text_error: str | None = None
         self._texts = [""] * len(request.sequences)
         self._detokenizers = [
             IncrementalDetokenizer(tokenizer) if tokenizer is not None and kind == "cumulative" else None
@@ -200,24 +223,35 @@ class _Tracked:
 
     def push(self, sequence: Sequence, token: int) -> None:
         detokenizer = self._detokenizers[sequence.choice]
-        if detokenizer is not None:
-            self._texts[sequence.choice] += detokenizer.push(token)
+        if detokenizer is not None and self._text_error is None:
+            with self._text_errors_kept():
+                self._texts[sequence.choice] += detokenizer.push(token)
 
     def _text(self, sequence: Sequence) -> str:
-        if sequence.is_finished and self._tokenizer is not None:
-            return self._tokenizer.decode(sequence.output_token_ids)
+        if sequence.is_finished and self._tokenizer is not None and self._text_error is None:
+            with self._text_errors_kept():
+                return self._tokenizer.decode(sequence.output_token_ids)
         return self._texts[sequence.choice]
+
+    @contextmanager
+    def _text_errors_kept(self) -> Iterator[None]:
+        """A tokenizer that fails on one answer must not cost the others theirs: it is said in this one's `error`."""
+        try:
+            yield
+        except Exception as error:
+            self._text_error = f"the answer could not be turned into text: {describe(error)}"
 
     def output(self, died_at: Callable[[Sequence], dict[int, int]]) -> RequestOutput:
         request = self.request
+        texts = [self._text(sequence) for sequence in request.sequences]
         choices = [
             CompletionOutput(
                 index=sequence.choice,
-                text=self._text(sequence),
+                text=texts[sequence.choice],
                 token_ids=sequence.output_token_ids,
                 finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
                 stop_reason=sequence.stop_reason,
-                error=request.error,
+                error=request.error or self._text_error,
                 died_at=died_at(sequence),
             )
             for sequence in request.sequences

@@ -121,7 +121,8 @@ def _as_list(prompts: Prompts) -> list[Any]:
     """One prompt or many: a flat list of numbers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, SequenceOf | np.ndarray) or isinstance(prompts, bytes):
+    is_row = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+    if not is_row and (isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, SequenceOf)):
         raise RequestError(
             f"prompt: expected text, token ids or a list of them, got {type(prompts).__name__}", "prompt"
         )
@@ -142,10 +143,7 @@ def _parse(prompt: Any) -> tuple[Prompt, str | None]:
             f"{sorted(map(str, prompt))} (for chat messages send llm.get_tokenizer().encode_chat(messages))",
             "prompt",
         )
-    salt = prompt.get("cache_salt")
-    if salt is not None and not isinstance(salt, str):
-        raise RequestError(f"cache_salt: expected text, got {type(salt).__name__}", "cache_salt")
-    return prompt[kinds[0]], salt
+    return prompt[kinds[0]], prompt.get("cache_salt")
 
 
 def _params_for(

@@ -297,7 +297,7 @@ class KVCacheManager:
         self.prefix.withdraw_pending()
 
     def unpublish(self, lane: int) -> None:
-        """Nobody may match what this lane computed: it is not to be trusted. What the lane had matched stays."""
+        """Nobody may match the beginning of this lane's text any more: what was computed is not to be trusted."""
         self._publisher.unpublish(lane)
 
     # --- evict, relocate, reclaim, statistics -----------------------------------------------------------------------

@@ -16,7 +16,6 @@ class _Chain:
 
     end: PrefixEntry | None = None
     length: int = 0
-    num_matched: int = 0  # of these, blocks that it found cached
     is_broken: bool = False
 
 
@@ -32,7 +31,7 @@ class Publisher:
 
     def open(self, lane: int, matched: Sequence[PrefixEntry]) -> None:
         """The lane's text begins with the matched entries."""
-        self._chains[lane] = _Chain(matched[-1] if matched else None, len(matched), len(matched))
+        self._chains[lane] = _Chain(matched[-1] if matched else None, len(matched))
 
     def fork(self, lane: int, twin: int) -> None:
         self._chains[twin] = replace(self._chains[lane])
@@ -56,12 +55,11 @@ class Publisher:
             chain.length = entry + 1
 
     def unpublish(self, lane: int) -> None:
-        """Forget what this lane computed; what it had matched stays."""
+        """Forget the whole chain this lane stands on, what it had matched too: nobody knows where the fault began."""
         chain = self._chains[lane]
         # Entries, not blocks: what it computed may lie in blocks that it gave back or swapped out meanwhile.
-        end = chain.end
-        for _ in range(chain.num_matched, chain.length):
-            assert end is not None, "a chain has as many entries as its length says"
-            self._prefix.forget(end)
-            end = end.parent
+        entry = chain.end
+        while entry is not None:
+            self._prefix.forget(entry)
+            entry = entry.parent
         chain.is_broken = True

@@ -120,7 +120,7 @@ def _plan_length(config: EngineConfig, shape: KVShape, num_blocks: int, model_ma
     needed, pool = blocks_for(length, config.block_size) * block_bytes, num_blocks * block_bytes
     needs = (
         f"needs {needed} bytes ({format_bytes(needed)}) of KV memory, but the pool has {pool} bytes "
-        f"({format_bytes(pool)}, {num_blocks} blocks): the largest length that fits is {largest}"
+        f"({format_bytes(pool)}) in {num_blocks} blocks: the largest length that fits is {largest}"
     )
     if config.max_model_len is None:
         raise ConfigError(

@@ -286,7 +286,8 @@ class Residents:
             self._state["num_unforked"][lane] = 0
             for choice in choices:
                 twin = memory.fork(lane)
-                if len(choice.hashes) < len(leader.hashes):
+                if not choice.token_ids:
+                    choice.token_ids = list(leader.request.prompt_token_ids)
                     choice.hashes = leader.hashes.copy(leader.request.num_prompt_tokens)
                 self._state.open(twin, choice, int(self._state["limit"][lane]))
                 self._set_cut(twin, choice.request.num_prompt_tokens)

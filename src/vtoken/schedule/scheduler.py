@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.base.clock import Clock
-from vtoken.base.errors import ConfigError, EngineError, InvariantError, RequestError
+from vtoken.base.errors import ConfigError, EngineError, InvariantError, RequestError, describe
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.schedule.batch import PlanBuilder
@@ -285,9 +285,9 @@ class Scheduler:
             draws[i].request.first_token_time = draws[i].request.first_token_time or self._clock.now()
         stops = np.isin(tokens, self._eos) & ~state["ignore_eos"][lanes]
         for i in np.flatnonzero(state["own_stops"][lanes]).tolist():
-            stops[i] |= int(tokens[i]) in draws[i].request.params.stop_token_ids
+            stops[i] |= int(tokens[i]) in draws[i].request.stop_token_ids
         for i in np.flatnonzero(stops | (state["total"][lanes] >= state["limit"][lanes])).tolist():
-            if int(tokens[i]) in draws[i].request.params.stop_token_ids:
+            if int(tokens[i]) in draws[i].request.stop_token_ids:
                 draws[i].stop_reason = int(tokens[i])
             self._finish_sequence(draws[i], FinishReason.STOP if stops[i] else FinishReason.LENGTH)
         return drawn
@@ -295,9 +295,9 @@ class Scheduler:
     def fail(self, error: BaseException) -> None:
         """The step in flight failed as a whole.
 
-        If one request ran in it, that one ends with the error. Otherwise nobody knows whose fault it was: all that the
-        step touched are recomputed, and run one at a time until each has got a token by itself. An interruption
-        (Ctrl-C) is nobody's fault: everything is recomputed.
+        If it was about one request alone, that one ends with the error. Otherwise nobody knows whose fault it was: all
+        that the step touched are recomputed, and run one at a time until each has got a token by itself. An
+        interruption (Ctrl-C) is nobody's fault: everything is recomputed.
         """
         flight = self._flight
         if flight is None:
@@ -306,16 +306,19 @@ class Scheduler:
         self.counters.failed_steps += 1
         ran = {self._state.of(lane).request for lane in flight.plan.lanes.tolist()}
         is_fault = isinstance(error, Exception)
-        if is_fault and len(ran) == 1:
-            self._finish_request(next(iter(ran)), FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        is_alone = len(ran) == 1 and flight.touched <= ran
+        if is_fault and is_alone:
+            self._finish_request(next(iter(ran)), FinishReason.ERROR, describe(error))
         self._undo(ran | flight.touched)
-        if is_fault and len(ran) > 1:
+        if is_fault and not is_alone:
             self._suspects = sorted({*self._suspects, *ran}, key=lambda r: r.index)
         self._end_aborted()
 
     def _undo(self, touched: set[Request]) -> None:
         """A step did not take place: what it was to write is not there, so whoever it touched is computed again."""
         self.memory.withdraw()
+        owned = {lane for request in self._requests.values() for lane in request.lanes}
+        self.memory.release([lane for lane in self.memory.used_lanes if lane not in owned])  # opened just now
         for request in sorted(touched, key=lambda r: r.index):
             if request.status is Status.RUNNING:
                 self._residents.preempt(request, None)

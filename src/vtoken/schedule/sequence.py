@@ -31,7 +31,7 @@ class Sequence:
 
     request: Request
     choice: int
-    token_ids: list[int]  # prompt and answer
+    token_ids: list[int]  # prompt and answer; empty before a choice has forked from its leader
     hashes: BlockHashes
     lane: int | None = None  # where it lies in the books; None while it has no blocks
     finish_reason: FinishReason | None = None
@@ -46,7 +46,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.request.num_prompt_tokens
+        return max(0, len(self.token_ids) - self.request.num_prompt_tokens)
 
     @property
     def is_finished(self) -> bool:
@@ -76,6 +76,7 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    stop_token_ids: frozenset[int] = field(init=False)
     sequences: list[Sequence] = field(init=False)
     # Choices that come into being when the leader has computed the prompt: they fork from it.
     unforked: list[Sequence] = field(init=False)
@@ -84,10 +85,10 @@ class Request:
         prompt = self.prompt_token_ids = list(self.prompt_token_ids)  # the caller may go on with his
         hashes = BlockHashes(self.block_size, self.cache_salt)
         self.cache_salt = None  # hashed; never to be logged
-        self.sequences = [
-            Sequence(self, choice, prompt.copy(), hashes if choice == 0 else hashes.copy())
-            for choice in range(self.params.n)
-        ]
+        self.stop_token_ids = frozenset(self.params.stop_token_ids)
+        # Only the leader has the text before the choices fork: a thousand copies of a long prompt would wait with it.
+        self.sequences = [Sequence(self, 0, prompt.copy(), hashes)]
+        self.sequences += [Sequence(self, choice, [], hashes.copy()) for choice in range(1, self.params.n)]
         self.unforked = self.sequences[1:]
 
     @property
