@@ -286,3 +286,9 @@ def test_the_tokenizers_own_eos_ends_an_answer_too(tmp_path):
     save_llama(tmp_path, tokenizer=True)
     with LLM(str(tmp_path), num_blocks=8, max_model_len="auto") as llm:
         assert EOS in llm.engine.scheduler.config.eos_token_ids
+
+
+@pytest.mark.parametrize("tokenizer", ["~nosuchuser/x", "x" * 300, "/nowhere"])
+def test_a_tokenizer_that_cannot_be_found_is_named(folder, tokenizer):
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        LLM(str(folder), tokenizer=tokenizer, num_blocks=8, max_model_len="auto")

@@ -13,6 +13,8 @@ from vtoken.base.errors import CheckpointError
 from vtoken.models.config import read_config, read_model_spec
 from vtoken.models.spec import ModelSpec
 
+NESTED = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -80,7 +82,19 @@ def test_stop_ids_are_the_union(in_config: Any, in_generation: str | None, expec
     assert spec_of(tmp_path, in_generation, eos_token_id=in_config).eos_token_ids == expected
 
 
-@pytest.mark.parametrize("generation", ["{broken", "[1]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}'])
+@pytest.mark.parametrize(
+    "generation",
+    [
+        "{broken",
+        "[1]",
+        NESTED,
+        '{"eos_token_id": "</s>"}',
+        '{"eos_token_id": [true]}',
+        '{"eos_token_id": [3, 100]}',
+        '{"eos_token_id": 1e400}',
+    ],
+    ids=["broken", "list", "nested", "text", "flag", "outside", "infinite"],
+)
 def test_a_broken_generation_config_is_a_warning(
     generation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,9 +126,21 @@ def test_the_folder_is_a_file(tmp_path: Path) -> None:
         read_config(tmp_path / "x.safetensors")
 
 
+def test_the_folder_has_an_impossible_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be read \(File name too long\)"):
+        read_config(tmp_path / ("x" * 300))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{broken", "not readable as JSON"), ("", "not readable as JSON"), ("[]", "expected a JSON object, found list")],
+    [
+        ("{broken", "not readable as JSON"),
+        ("", "not readable as JSON"),
+        ("[]", "expected a JSON object, found list"),
+        (NESTED, r"not readable as JSON \(nested too deeply\)"),
+        ('{"vocab_size": ' + "1" * 5000 + "}", r"not readable as JSON \(Exceeds the limit"),
+    ],
+    ids=["broken", "empty", "list", "nested", "digits"],
 )
 def test_the_config_is_broken(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -140,8 +166,34 @@ def test_a_required_key_is_missing(key: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["64", 64.0, True, 0, -1, [64]])
 def test_a_size_is_no_integer(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'hidden_size' must be an integer >= 1, found"):
+    with pytest.raises(CheckpointError, match="'hidden_size' must be an integer from 1 to 500000, found"):
         spec_of(tmp_path, hidden_size=value)
+
+
+@pytest.mark.parametrize("value", [10**12, 10**400, float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_hidden_layers",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+def test_an_absurd_size_is_refused_at_once(key: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: '{key}' must be an integer from 1 to \d+, found"
+    ) as caught:
+        spec_of(tmp_path, **{key: value})
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
+
+
+def test_a_million_layers_are_not_spelled_out(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'num_hidden_layers' must be an integer from 1 to 1000, found 10000000"):
+        spec_of(tmp_path, num_hidden_layers=10**7)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +201,14 @@ def test_a_size_is_no_integer(value: Any, tmp_path: Path) -> None:
     [
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"head_dim": 15}, "even head_dim, found 15"),
-        ({"eos_token_id": "</s>"}, "'eos_token_id' must be a token id or a list of token ids, found '</s>'"),
+        ({"eos_token_id": "</s>"}, "must be a token id or a list of token ids from 0 to 99, found '</s>'"),
+        ({"eos_token_id": 100}, "'eos_token_id' must be a token id .* from 0 to 99, found 100$"),
+        (
+            {"eos_token_id": [2, 2**40]},
+            r"'eos_token_id' must be a token id .* from 0 to 99, found \[2, 1099511627776\]$",
+        ),
+        ({"bos_token_id": 100}, "'bos_token_id' must be a token id .* from 0 to 99, found 100$"),
+        ({"bos_token_id": -1}, "'bos_token_id' must be a token id .* from 0 to 99, found -1$"),
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM is not supported; supported are LlamaFor"),
         ({"architectures": []}, "'architectures' must be a list of class names"),
         ({"architectures": None}, "'architectures' must be a list of class names"),

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from tests.models.dense import prompt_logits
 from tests.tiny_models import VOCAB_SIZE, save_llama
 from vtoken.base.errors import CheckpointError, ConfigError
+from vtoken.models import layers
 from vtoken.models.loader import load_model, resolve_dtype
+from vtoken.models.shards import read_shard
 
 TOKENS = torch.arange(12)
 
@@ -98,10 +102,12 @@ def test_a_git_lfs_pointer_is_called_one(checkpoint: Path) -> None:
         (b"1234567", "not a whole safetensors file: it has 7 bytes"),
         (b"<!DOCTYPE html>" * 10, "not a whole safetensors file"),
         ((100).to_bytes(8, "little") + b"{}", "not a whole safetensors file"),
-        ((2).to_bytes(8, "little") + b"[]", "header cannot be read"),
-        ((4).to_bytes(8, "little") + b"nope", "header cannot be read"),
-        ((10).to_bytes(8, "little") + b'{"a":null}', "header cannot be read"),
+        ((2).to_bytes(8, "little") + b"[]", "safetensors header: expected a JSON object, found list"),
+        ((4).to_bytes(8, "little") + b"nope", "safetensors header: not readable as JSON"),
+        ((10).to_bytes(8, "little") + b'{"a":null}', "safetensors header: tensor 'a' must have a dtype"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, r"safetensors header: .*\(nested too deeply\)"),
     ],
+    ids=["empty", "7 bytes", "html", "cut", "list", "no json", "null", "nested"],
 )
 def test_an_unreadable_header_is_refused(content: bytes, message: str, checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
@@ -124,10 +130,114 @@ def test_quantised_tensors_are_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["sharded"], indirect=True)
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 5}}'])
-def test_a_broken_index_is_refused(text: str, checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not readable as JSON"),
+        ("[" * 100_000, r"not readable as JSON \(nested too deeply\)"),
+        ("[]", "expected a JSON object, found list"),
+        ("{}", "expected a 'weight_map' of file names, found None"),
+        ('{"weight_map": 3}', "expected a 'weight_map' of file names, found 3"),
+        ('{"weight_map": {"a": 5}}', "expected a 'weight_map' of file names, found {'a': 5}"),
+    ],
+    ids=["cut", "nested", "list", "empty", "number", "numbers"],
+)
+def test_a_broken_index_is_refused(text: str, message: str, checkpoint: Path) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json: expected a JSON object with a 'weight_map'"):
+    with pytest.raises(CheckpointError, match=rf"index\.json: {message}"):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "", "no/such/folder"])
+@pytest.mark.parametrize("checkpoint", ["sharded"], indirect=True)
+def test_a_file_name_that_cannot_be_is_a_missing_shard(name: str, checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"1 of .* shards .* are missing: {name}; download"):
+        load_model(checkpoint)
+
+
+# transformers looks for the single file first.
+
+
+def test_beside_an_index_the_single_file_is_loaded_as_in_transformers(
+    originals: dict[str, Path], checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in originals["sharded"].glob("model*"):
+        shutil.copy(path, checkpoint)
+    norm = torch.full((64,), 3.0)
+    rewrite(checkpoint, {"model.norm.weight": norm})
+    assert torch.equal(LlamaForCausalLM.from_pretrained(checkpoint).model.norm.weight, norm)
+    assert torch.equal(load_model(checkpoint).get_parameter("norm.weight"), norm)
+    assert "model.safetensors is loaded, as transformers does; the shards of model.safetensors.index" in caplog.text
+
+
+@pytest.mark.parametrize("checkpoint", ["sharded"], indirect=True)
+def test_a_shard_may_be_called_like_the_single_file(originals: dict[str, Path], checkpoint: Path) -> None:
+    first = shards(checkpoint)[0]
+    first.rename(checkpoint / "model.safetensors")
+    path = checkpoint / "model.safetensors.index.json"
+    path.write_text(path.read_text().replace(first.name, "model.safetensors"))
+    assert torch.equal(
+        prompt_logits(load_model(checkpoint), TOKENS), prompt_logits(load_model(originals["sharded"]), TOKENS)
+    )
+
+
+# Headers that safetensors refuses.
+
+
+def write_shard(path: Path, header: dict[str, Any], num_bytes: int) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
+
+
+def entry(shape: Any, offsets: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            {"a": entry([2], [0, 8]), "b": entry([2], [4, 12])},
+            r"tensor 'b' starts at byte 4, expected 8 \(no gap, no over",
+        ),
+        ({"a": entry([1], [0, 4]), "b": entry([1], [8, 12])}, "tensor 'b' starts at byte 8, expected 4"),
+        ({"a": entry([1], [8, 12])}, "tensor 'a' starts at byte 8, expected 0"),
+        ({"a": entry([3.0], [0, 12])}, "tensor 'a' must have a dtype, a shape and two data_offsets, all integers >= 0"),
+        ({"a": entry([3], [0.0, 12.0])}, "tensor 'a' must have"),
+        ({"a": entry([True, 3], [0, 12])}, "tensor 'a' must have"),
+        ({"a": entry([3], [-12, 0])}, "tensor 'a' must have"),
+        ({"a": entry([-1, -3], [0, 12])}, "tensor 'a' must have"),
+        ({"a": entry([3], [0, 12, 24])}, "tensor 'a' must have"),
+        ({"a": entry("3", [0, 12])}, "tensor 'a' must have"),
+        ({"a": [3]}, r"tensor 'a' must have .*found \[3\]"),
+        ({"__metadata__": [1], "a": entry([3], [0, 12])}, "'__metadata__' must map names to strings"),
+        ({"__metadata__": [], "a": entry([3], [0, 12])}, "'__metadata__' must map names to strings"),
+        ({"__metadata__": {"format": 1}, "a": entry([3], [0, 12])}, "'__metadata__' must map names to strings"),
+    ],
+)
+def test_a_header_that_safetensors_refuses_is_explained(header: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_shard(path, header, num_bytes=12)
+    with pytest.raises(SafetensorError), safe_open(path, framework="pt"):
+        pass
+    with pytest.raises(CheckpointError, match=rf"x\.safetensors: safetensors header: {message}"):
+        read_shard(path)
+
+
+def test_whatever_else_safetensors_refuses_names_the_file(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    content = path.read_bytes()
+    header_size = int.from_bytes(content[:8], "little")
+    # Python's JSON takes the last of two equal keys.
+    twice = content[8 : 8 + header_size].replace(b'"dtype":', b'"dtype":"F32","dtype":', 1)
+    path.write_bytes(len(twice).to_bytes(8, "little") + twice + content[8 + header_size :])
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: safetensors cannot read it \(.*\); download it again"
+    ):
         load_model(checkpoint)
 
 
@@ -212,6 +322,57 @@ def test_tables_of_old_transformers_are_left_aside(checkpoint: Path) -> None:
     expected = prompt_logits(load_model(checkpoint), TOKENS)
     rewrite(checkpoint, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
     assert torch.equal(prompt_logits(load_model(checkpoint), TOKENS), expected)
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        {"vocab_size": 10**9},
+        {"hidden_size": 500_000},
+        {"intermediate_size": 10**9},
+        {"num_attention_heads": 500_000, "num_key_value_heads": 500_000, "head_dim": 500_000},
+        {"num_hidden_layers": 1000},
+        {
+            "vocab_size": 10**9,
+            "hidden_size": 500_000,
+            "intermediate_size": 10**9,
+            "num_attention_heads": 500_000,
+            "num_key_value_heads": 500_000,
+            "head_dim": 500_000,
+        },
+    ],
+    ids=lambda absurd: "-".join(absurd),
+)
+def test_sizes_are_held_against_the_files_before_memory_is_taken(absurd: dict[str, int], checkpoint: Path) -> None:
+    """The largest that config.json may say: petabytes, if they were allocated."""
+    set_config(checkpoint, **absurd)
+    with pytest.raises(
+        CheckpointError, match=r"has shape \[.*\], config\.json makes it \[|more are missing from the weig"
+    ):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize("eps", [1e-300, 1e300, 10**400, float("inf"), float("nan"), 0, "x"])
+def test_an_absurd_epsilon_is_refused(eps: Any, checkpoint: Path) -> None:
+    set_config(checkpoint, rms_norm_eps=eps)
+    with pytest.raises(CheckpointError, match=r"config\.json: 'rms_norm_eps' must be a number from 1e-12 to 1, found"):
+        load_model(checkpoint)
+
+
+def test_what_does_not_fit_in_memory_is_said_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = layers.empty_parameter
+
+    def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+        parameter = allocate(*shape, dtype=dtype)
+        if parameter.device.type == "cpu":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return parameter
+
+    monkeypatch.setattr(layers, "empty_parameter", empty_parameter)
+    with pytest.raises(
+        CheckpointError, match=r"KiB of weights and the rotary tables of 512 positions .* not fit in mem"
+    ):
+        load_model(checkpoint)
 
 
 # After loading.

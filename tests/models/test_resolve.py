@@ -49,11 +49,29 @@ def test_a_catalogue_name_is_its_folder_once_fetched(cache: Path) -> None:
         ("llama", "does not exist; expected"),
         ("SmolLM-135M", "does not exist; did you mean 'smollm2-135m'\\? expected"),
         ("", "the model's name is empty; expected a checkpoint folder"),
+        (
+            "~nosuchuser/llama",
+            r"'~nosuchuser/llama' cannot be looked up \(Could not determine home.*\); expected a check",
+        ),
+        ("x" * 300, r"^'x{50,}… cannot be looked up \(File name too long\); expected a checkpoint"),
+        ("a/" * 3000, r"cannot be looked up \(File name too long\); expected a checkpoint"),
+        ("a\0b", "does not exist; expected"),
     ],
 )
 def test_names_that_mean_nothing(name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         resolve_model(name)
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"), [("~nosuchuser/cache", "Could not determine home"), ("/" + "x" * 300, "File name too long")]
+)
+def test_an_impossible_cache_is_named(folder: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VTOKEN_CACHE", folder)
+    with pytest.raises(
+        CheckpointError, match=rf"no model cache in {folder} \({reason}.*\); set VTOKEN_CACHE to another"
+    ):
+        resolve_model("smollm2-135m")
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -97,8 +97,20 @@ def test_unknown_types_are_refused_by_name(rope_type: str, key: str, section: st
     ("section", "message"),
     [
         ({"rope_type": "linear"}, r"required key 'rope_scaling\.factor' is missing"),
-        ({"rope_type": "linear", "factor": 0}, r"'rope_scaling\.factor' must be a number > 0, found 0"),
-        ({"rope_type": "linear", "factor": "4"}, r"must be a number > 0, found '4'"),
+        (
+            {"rope_type": "linear", "factor": 0},
+            r"'rope_scaling\.factor' must be a number from 1e-12 to 1e\+12, found 0",
+        ),
+        ({"rope_type": "linear", "factor": "4"}, r"must be a number from \S+ to \S+, found '4'"),
+        ({"rope_type": "linear", "factor": 1e-300}, r"'rope_scaling\.factor' must be .*, found 1e-300$"),
+        ({"rope_type": "linear", "factor": 10**400}, r"'rope_scaling\.factor' must be .*, found 10{50,}…$"),
+        (
+            {"rope_type": "default", "rope_theta": float("inf")},
+            r"rope_theta' must be a number from 1 to 1e\+12, .* inf$",
+        ),
+        ({"rope_type": "default", "rope_theta": 1e-300}, r"rope_theta' must be a number from 1 to 1e\+12, .* 1e-300$"),
+        (LLAMA3_ROPE | {"high_freq_factor": float("nan")}, r"high_freq_factor' must be .*, found nan$"),
+        (LLAMA3_ROPE | {"original_max_position_embeddings": 10**12}, "must be an integer from 1 to 1000000000, found"),
         ({"rope_type": 3}, r"'rope_scaling\.rope_type' must be a string"),
         (LLAMA3_ROPE | {"low_freq_factor": 4.0}, "low_freq_factor < high_freq_factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -54,38 +54,26 @@ class ReferenceAttention(AttentionBackend):
         v_cache: Tensor,
         meta: AttentionMetadata,
     ) -> Tensor:
-        with _one_thread():
-            return self._attend(spec, q, k_new, v_new, k_cache, v_cache, meta)
-
-    def _attend(
-        self,
-        spec: AttentionSpec,
-        q: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        meta: AttentionMetadata,
-    ) -> Tensor:
         out = torch.empty_like(q)
         mass = meta.statistics.get(ATTENTION)
-        for s, past in enumerate(meta.pasts):
-            own = slice(meta.starts[s], meta.starts[s + 1])
-            keys = _tiles(self._gather(k_cache, past), k_new[own])
-            values = _tiles(self._gather(v_cache, past), v_new[own])
-            self.slots_read += len(past.slots)
-            key_positions = _padded(past.positions, meta.positions[own], keys.shape[0] * KEY_TILE)
-            rows = np.concatenate([past.rows, meta.write_rows[own]])
-            _attend_slice(
-                spec,
-                q[own],
-                keys,
-                values,
-                query_positions=meta.positions[own],
-                key_positions=key_positions,
-                out=out[own],
-                mass=None if mass is None else (mass[s], rows),
-            )
+        with _one_thread():
+            for s, past in enumerate(meta.pasts):
+                own = slice(meta.starts[s], meta.starts[s + 1])
+                keys = _tiles(self._gather(k_cache, past), k_new[own])
+                values = _tiles(self._gather(v_cache, past), v_new[own])
+                self.slots_read += len(past.slots)
+                key_positions = _padded(past.positions, meta.positions[own], keys.shape[0] * KEY_TILE)
+                rows = np.concatenate([past.rows, meta.write_rows[own]])
+                _attend_slice(
+                    spec,
+                    q[own],
+                    keys,
+                    values,
+                    query_positions=meta.positions[own],
+                    key_positions=key_positions,
+                    out=out[own],
+                    mass=None if mass is None else (mass[s], rows),
+                )
         return out
 
     @staticmethod

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vtoken.base.errors import CheckpointError, RequestError
+from vtoken.base.validation import shorten
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put for bytes that are no character
@@ -53,8 +54,14 @@ class Tokenizer:
 
         Raises CheckpointError if there is none, if it cannot be read, or if it does not belong to the model.
         """
-        folder = Path(folder)
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        try:
+            folder = Path(folder).expanduser()
+            is_there = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+        except (OSError, RuntimeError) as error:  # too long, not allowed; or "~nobody"
+            raise CheckpointError(
+                f"the tokenizer folder {shorten(str(folder))} cannot be looked up: {error}"
+            ) from error
+        if not is_there:
             raise CheckpointError(
                 f"no tokenizer in {folder}: expected one of {', '.join(_TOKENIZER_FILES)}; give a folder that has one "
                 "with tokenizer=..., or set skip_tokenizer_init=True and send token ids"

@@ -35,6 +35,9 @@ class CausalLM(nn.Module, ABC):
 
     With the kernels of `layers.BATCH_INVARIANT` every row of every result depends on that row's inputs alone, bit for
     bit, whatever T is and wherever the row sits.
+
+    The loader constructs a model twice, first on torch's meta device to hold its shapes against the files: a
+    constructor reads the config and allocates, no more.
     """
 
     spec: ModelSpec

@@ -13,9 +13,15 @@ from vtoken.base.errors import CheckpointError
 
 
 def cache_dir() -> Path:
-    """Root of the cache; it may not exist yet."""
-    chosen = os.environ.get("VTOKEN_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "vtoken"
+    """Root of the cache; it may not exist yet. Raises CheckpointError where it never could."""
+    chosen = os.environ.get("VTOKEN_CACHE") or "~/.cache/vtoken"
+    try:
+        path = Path(chosen).expanduser()
+        path.is_dir()  # raises where no folder could ever be
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"no model cache in {chosen} ({reason}); set VTOKEN_CACHE to another folder") from error
+    return path
 
 
 @contextmanager

@@ -6,13 +6,14 @@ missing, and may look on the network. Without torch, so that planning for a mode
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from vtoken.base.errors import CheckpointError
+from vtoken.base.validation import shorten
+from vtoken.models.json_object import read_json_object
 from vtoken.models.registry import supported_architectures
 from vtoken.models.spec import AttentionSpec, ModelSpec
 
@@ -21,6 +22,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REQUIRED: Final[Any] = object()
+
+# Beyond every real model, and small enough that ids and positions are int32 and no product of sizes leaves int64.
+_MAX_INTEGER: Final = 10**9
+_MAX_WIDTH: Final = 500_000  # of a hidden state or a head, and the number of heads
+_MAX_LAYERS: Final = 1_000
+# What float32 can multiply and divide without coming near its ends.
+_MIN_NUMBER: Final = 1e-12
+_MAX_NUMBER: Final = 1e12
 
 # What transformers takes for a window that the config does not mention; None in the file means no window.
 _DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096}
@@ -37,17 +46,19 @@ class ConfigSection:
         self._values = values
         self._prefix = prefix
 
-    def integer(self, key: str, default: int = _REQUIRED, minimum: int = 1) -> int:
+    def integer(self, key: str, default: int = _REQUIRED, maximum: int = _MAX_INTEGER) -> int:
         value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self._wrong(key, f"an integer >= {minimum}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
+            raise self._wrong(key, f"an integer from 1 to {maximum}", value)
         return value
 
-    def number(self, key: str, default: float = _REQUIRED) -> float:
-        """A number above zero; all those we read are."""
+    def number(
+        self, key: str, default: float = _REQUIRED, minimum: float = _MIN_NUMBER, maximum: float = _MAX_NUMBER
+    ) -> float:
+        """A finite number above zero; all those we read are."""
         value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._wrong(key, "a number > 0", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+            raise self._wrong(key, f"a number from {minimum:g} to {maximum:g}", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -73,12 +84,12 @@ class ConfigSection:
         """Whether the file says null, where that differs from saying nothing."""
         return key in self._values and self._values[key] is None
 
-    def token_ids(self, key: str) -> frozenset[int]:
-        """An id, a list of ids, or nothing."""
+    def token_ids(self, key: str, vocab_size: int) -> frozenset[int]:
+        """An id, a list of ids, or nothing; all in [0, vocab_size)."""
         value = self._values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise self._wrong(key, "a token id or a list of token ids", value)
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+            raise self._wrong(key, f"a token id or a list of token ids from 0 to {vocab_size - 1}", value)
         return frozenset(ids)
 
     def _read(self, key: str, default: T) -> T:
@@ -90,7 +101,7 @@ class ConfigSection:
         return default
 
     def _wrong(self, key: str, expected: str, found: object) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self._prefix + key!r} must be {expected}, found {found!r}")
+        return CheckpointError(f"{self.path}: {self._prefix + key!r} must be {expected}, found {shorten(found)}")
 
 
 class CheckpointConfig(ConfigSection):
@@ -129,37 +140,46 @@ class CheckpointConfig(ConfigSection):
 
 def read_config(folder: Path) -> CheckpointConfig:
     """Read and check `folder/config.json`. Raises CheckpointError: what was expected, what was found, what to do."""
+    path = folder / "config.json"
+    try:
+        _check_holds(folder, path)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}); expected a checkpoint folder") from error
+    return CheckpointConfig(folder, read_json_object(path))
+
+
+def _check_holds(folder: Path, path: Path) -> None:
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist; expected a checkpoint folder or a .gguf file")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; expected a checkpoint folder or a .gguf file")
-    path = folder / "config.json"
     if not path.is_file():
         found = sorted(entry.name for entry in folder.iterdir()) or ["nothing"]
         raise CheckpointError(
             f"{folder}: expected a Hugging Face checkpoint (config.json, *.safetensors, tokenizer files), found "
             + ", ".join(found if len(found) <= 5 else [*found[:5], "..."])
         )
-    return CheckpointConfig(folder, _read_json_object(path))
 
 
 def read_model_spec(config: CheckpointConfig) -> ModelSpec:
     """The `ModelSpec` of a checkpoint whose config uses the usual key names (Llama, Mistral and their kin)."""
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
+    num_heads = config.integer("num_attention_heads", maximum=_MAX_WIDTH)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{config.path}: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
             f"({num_kv_heads})"
         )
-    head_dim = config.integer("head_dim", default=hidden_size // num_heads)
+    head_dim = config.integer("head_dim", default=hidden_size // num_heads, maximum=_MAX_WIDTH)
     if head_dim % 2:
         raise CheckpointError(f"{config.path}: rotary embedding needs an even head_dim, found {head_dim}")
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    vocab_size = config.integer("vocab_size")
     attention = AttentionSpec(scale=head_dim**-0.5, window=_sliding_window(config))
     return ModelSpec(
         architecture=config.architecture,
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -167,8 +187,9 @@ def read_model_spec(config: CheckpointConfig) -> ModelSpec:
         head_dim=head_dim,
         max_position_embeddings=config.integer("max_position_embeddings"),
         layers=(attention,) * num_layers,
-        eos_token_ids=config.token_ids("eos_token_id") | _generation_eos_token_ids(config.folder),
-        bos_token_id=min(config.token_ids("bos_token_id"), default=None),
+        eos_token_ids=config.token_ids("eos_token_id", vocab_size)
+        | _generation_eos_token_ids(config.folder, vocab_size),
+        bos_token_id=min(config.token_ids("bos_token_id", vocab_size), default=None),
     )
 
 
@@ -179,23 +200,13 @@ def _sliding_window(config: CheckpointConfig) -> int | None:
     return config.integer("sliding_window", default=default)
 
 
-def _generation_eos_token_ids(folder: Path) -> frozenset[int]:
+def _generation_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
     """Stop ids of `generation_config.json`. Chat models often name theirs only there, some have no such file."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return frozenset()
     try:
-        return ConfigSection(path, _read_json_object(path)).token_ids("eos_token_id")
+        return ConfigSection(path, read_json_object(path)).token_ids("eos_token_id", vocab_size)
     except CheckpointError as error:
         logger.warning("%s; its stop ids are ignored", error)
         return frozenset()
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values

@@ -50,7 +50,7 @@ class LlamaLayer(nn.Module):
 
     def __init__(self, config: CheckpointConfig, spec: ModelSpec, layer: int, dtype: torch.dtype, kernels: Kernels):
         super().__init__()
-        eps = config.number("rms_norm_eps", default=1e-6)
+        eps = _norm_eps(config)
         self.input_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype)
         self.self_attn = LlamaAttention(
             spec, layer, bias=config.flag("attention_bias", default=False), dtype=dtype, kernels=kernels
@@ -94,7 +94,7 @@ class Llama(CausalLM):
         spec = self.spec
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(LlamaLayer(config, spec, i, dtype, kernels) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, config.number("rms_norm_eps", default=1e-6), dtype=dtype)
+        self.norm = RMSNorm(spec.hidden_size, _norm_eps(config), dtype=dtype)
         self.rotary = RotaryEmbedding(
             RopeParameters.from_config(config), spec.head_dim, max_positions=spec.max_position_embeddings
         )
@@ -132,3 +132,7 @@ class Llama(CausalLM):
     def flops_per_token(self) -> int:
         matrices = (parameter for parameter in self.layers.parameters() if parameter.ndim == 2)
         return 2 * sum(parameter.numel() for parameter in matrices)
+
+
+def _norm_eps(config: CheckpointConfig) -> float:
+    return config.number("rms_norm_eps", default=1e-6, maximum=1.0)

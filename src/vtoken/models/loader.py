@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from vtoken.base.errors import CheckpointError, ConfigError
+from vtoken.base.units import format_bytes
 from vtoken.models.base import CausalLM, WeightTarget
 from vtoken.models.config import read_config
 from vtoken.models.registry import model_class
@@ -39,16 +43,26 @@ def resolve_dtype(dtype: str) -> torch.dtype:
 def load_model(path: str | Path, dtype: str = "auto") -> CausalLM:
     """Load a Hugging Face checkpoint folder (config.json, safetensors) for inference on the CPU.
 
-    Everything that headers can tell is checked before weights are read: files whole, each tensor there once and of the
+    Everything that headers can tell is checked before memory is taken: files whole, each tensor there once and of the
     right shape, none left over. Then tensors are copied one at a time from the mapped file to their place, so the peak
     is one model and one tensor. Raises CheckpointError with what was expected, what was found and what to do.
     """
     config = read_config(Path(path))
-    model = model_class(config.architecture)(config, resolve_dtype(dtype))
+    build = partial(model_class(config.architecture), config, resolve_dtype(dtype))
+    with torch.device("meta"):  # shapes without memory: the config may ask for any amount
+        outline = build()
+    targets = outline.weight_map()
+    assert sum(target.view.numel() for target in targets.values()) == outline.num_parameters, "the map has a hole"
     shards = find_shards(config.folder)
+    _check_names(config.folder, shards, targets, outline.tied_weights())
+    try:
+        model = build()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{config.folder}: {format_bytes(outline.num_weight_bytes)} of weights and the rotary tables of "
+            f"{outline.spec.max_position_embeddings} positions (max_position_embeddings) do not fit in memory"
+        ) from error
     targets = model.weight_map()
-    assert sum(target.view.numel() for target in targets.values()) == model.num_parameters, "the map has a hole"
-    _check_names(config.folder, shards, targets, model.tied_weights())
     for shard in shards:
         _fill(shard, targets)
     _check_tied(shards, targets, model.tied_weights())
@@ -79,9 +93,18 @@ def _check_names(folder: Path, shards: list[Shard], targets: dict[str, WeightTar
             )
 
 
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: safetensors cannot read it ({error}); download it again") from error
+
+
 def _fill(shard: Shard, targets: dict[str, WeightTarget]) -> None:
     """Copy a file's tensors to their places. Copied, not mapped: torch's own memory is aligned, as kernels like it."""
-    with safe_open(shard.path, framework="pt") as file:
+    with _open(shard.path) as file:
         for name in shard.shapes:
             if name in targets:
                 targets[name].view.copy_(file.get_tensor(name))
@@ -91,7 +114,7 @@ def _check_tied(shards: list[Shard], targets: dict[str, WeightTarget], tied: dic
     """A tensor that repeats a tied one must be equal to it; else config and weights contradict each other."""
     for shard in shards:
         for name in shard.shapes.keys() & tied.keys():
-            with safe_open(shard.path, framework="pt") as file:
+            with _open(shard.path) as file:
                 stored = file.get_tensor(name)
             view = targets[tied[name]].view
             if not torch.equal(stored.to(view.dtype), view):

@@ -8,6 +8,7 @@ from typing import Final
 
 from vtoken.base.errors import CheckpointError
 from vtoken.base.registry import suggest
+from vtoken.base.validation import shorten
 from vtoken.models.catalog import CATALOG, model_folder
 from vtoken.models.gguf import convert_gguf
 
@@ -22,10 +23,17 @@ def resolve_model(name_or_path: str | Path) -> Path:
     """
     if name_or_path == "":  # Path("") would be the current folder
         raise CheckpointError(f"the model's name is empty; expected {_EXPECTED}")
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name_or_path).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # too long, not allowed, too many links; or "~nobody"
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{shorten(str(name_or_path))} cannot be looked up ({reason}); expected {_EXPECTED}"
+        ) from error
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         if path.suffix.lower() == ".gguf":
             return convert_gguf(path)
         raise CheckpointError(f"{path} is a file; expected a checkpoint folder or a .gguf file")

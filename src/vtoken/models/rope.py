@@ -36,7 +36,9 @@ class RopeParameters:
         Raises CheckpointError for a variant we do not have and for a missing or nonsensical number.
         """
         section = config.section("rope_scaling") or config.section("rope_parameters") or config
-        theta = section.number("rope_theta", default=config.number("rope_theta", default=10_000.0))
+        theta = section.number(
+            "rope_theta", default=config.number("rope_theta", default=10_000.0, minimum=1.0), minimum=1.0
+        )
         partial = section.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
         if partial != 1.0:
             raise CheckpointError(
@@ -85,7 +87,9 @@ _READERS = {"default": _read_default, "linear": _read_linear, "llama3": _read_ll
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
     """Radians a position for each pair of elements: float32 [head_dim / 2]."""
-    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    # Even while the loader outlines a model on the meta device: torch's arange there imports for a second.
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+    inv_freq = 1.0 / (rope.theta ** (steps / head_dim))
     if rope.rope_type == "linear":
         return inv_freq / rope.factor
     if rope.rope_type == "llama3":
