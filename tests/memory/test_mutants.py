@@ -157,7 +157,9 @@ def test_every_mutant_has_its_case() -> None:
     assert set(CASES) == set(MUTANTS)
 
 
-@pytest.mark.parametrize("scenario", {scenario for scenario, _ in CASES.values()}, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "scenario", dict.fromkeys(scenario for scenario, _ in CASES.values()), ids=lambda s: s.__name__
+)
 @pytest.mark.parametrize("watchman", BOTH)
 def test_scenario_passes_without_a_bug(scenario: Scenario, watchman: str) -> None:
     play(scenario, watchman)
