@@ -1,6 +1,6 @@
 """Steps a second of the real scheduler and books on the simulated executor, under a load that preempts.
 
-    python benchmarks/bench_sim.py
+python benchmarks/bench_sim.py
 """
 
 from __future__ import annotations
