@@ -232,7 +232,7 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {
     ),
     "pending entries outlive a failed step": (instead(KVCacheManager, "withdraw", KVCacheManager.commit), failing),
     "copies of a failed step are taken for done": (
-        instead(PlanBuilder, "copy", lambda self, copy, requests: self.copies.append(copy)),
+        instead(PlanBuilder, "add_copy", lambda self, copy, requests: self.copies.append(copy)),
         failing_when_swapping,
     ),
     "an abort does not wait for the step": (instead(Scheduler, "abort", abort_at_once), aborts),

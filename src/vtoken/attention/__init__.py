@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache. Kept free of torch, since planners import `attention.spec`."""
+"""Attention over the paged KV cache. No torch in here, so that reading a checkpoint's config does not import it."""

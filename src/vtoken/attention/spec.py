@@ -1,4 +1,4 @@
-"""What attention has to know of one layer of a model. No torch here: planners read it too."""
+"""What attention has to know of one layer of a model. No torch here: reading a config costs none."""
 
 from __future__ import annotations
 

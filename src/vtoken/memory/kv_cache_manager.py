@@ -190,7 +190,10 @@ class KVCacheManager:
         return lane
 
     def plan_extend(self, lanes: NDArray[np.int64], counts: NDArray[np.int64]) -> Placement:
-        """Where the next `counts[i]` tokens of `lanes[i]` would go, and how many blocks that takes."""
+        """Where the next `counts[i]` tokens of the distinct `lanes[i]` would go, and how many blocks that takes.
+
+        Both are [n]. Raises ValueError for a lane that is not in use, or on the host.
+        """
         self._require_on_device(lanes)
         return self.slots.place(lanes, counts)
 
@@ -245,7 +248,10 @@ class KVCacheManager:
         return (copy,)
 
     def fork(self, lane: int) -> int:
-        """A second lane over the same blocks. Blocks that the lane holds but does not use yet stay its own."""
+        """A second lane over the same blocks. Blocks that the lane holds but does not use yet stay its own.
+
+        Raises ValueError for a lane that is not in use, or on the host.
+        """
         self._require_on_device([lane])
         num_entries = int(self.blocks.num_entries[lane])
         twin = self._open_lane(num_entries)
@@ -303,7 +309,8 @@ class KVCacheManager:
     # --- evict, relocate, reclaim, statistics -----------------------------------------------------------------------
 
     def evict(self, lanes: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Mark live (lane, row) pairs dead. Logical only: no block changes hands, no cell changes content."""
+        """Mark live (lane, row) pairs dead: `lanes` and `rows` are [n]. Logical only: no block changes hands, no cell
+        changes content. Raises ValueError, and changes nothing, if a token is dead already or named twice."""
         pairs = lanes.astype(np.int64) * self.tokens.positions.shape[1] + rows
         if not self.blocks.is_live(lanes, rows).all() or len(np.unique(pairs)) != len(pairs):
             raise ValueError("only live tokens can be evicted, and each only once")
@@ -313,10 +320,13 @@ class KVCacheManager:
     def relocate(
         self, lane: int, source_rows: NDArray[np.int64], target_rows: NDArray[np.int64], *, beside: bool = False
     ) -> Copy:
-        """Move live tokens into free cells of the same sequence.
+        """Move live tokens into free cells of the same sequence: rows [n] to rows [n].
 
         Ordered (the default), the map changes at once. With `beside=True` the copy may run while steps go on: both ends
         are pinned, the targets and the source blocks take no new tokens, and the old map stays valid until `finish`.
+
+        Raises ValueError, and changes nothing, for sources that do not live, targets that are no free cells, and blocks
+        that others hold or another copy touches.
         """
         lanes = np.full(len(source_rows), lane)
         self._require_on_device([lane])
@@ -400,7 +410,8 @@ class KVCacheManager:
     def swap_out(self, lanes: Sequence[int]) -> Copy | None:
         """Move a group of sequences to the host, block by distinct block, their sharing mirrored.
 
-        Returns None, and changes nothing, when the host pool is too small.
+        Returns None, and changes nothing, when the host pool is too small. Raises ValueError for lanes that are not
+        all on the device.
         """
         return self._swap(lanes, self.pool, self.host_pool, CopyKind.SWAP_OUT)
 

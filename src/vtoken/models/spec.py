@@ -1,4 +1,4 @@
-"""`ModelSpec`: what the rest of the engine has to know about a model. No torch here: planner and books read it."""
+"""`ModelSpec`: what the rest of the engine has to know about a model. No torch here: reading a config costs none."""
 
 from __future__ import annotations
 

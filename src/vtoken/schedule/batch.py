@@ -34,11 +34,12 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         return not self._extensions and not self.copies
 
-    def copy(self, copy: Copy, requests: Iterable[Request]) -> None:
+    def add_copy(self, copy: Copy, requests: Iterable[Request]) -> None:
+        """A copy that runs before the forward pass, and whose slots it reads or writes."""
         self.copies.append(copy)
         self.touched.update(requests)
 
-    def extend(self, lanes: NDArray[np.int64], counts: NDArray[np.int64], extension: Extension) -> None:
+    def add_slices(self, lanes: NDArray[np.int64], counts: NDArray[np.int64], extension: Extension) -> None:
         """Add a slice a lane, whose cells the books have just given out, and publish the blocks that it fills."""
         self._lanes.append(lanes)
         self._counts.append(counts)

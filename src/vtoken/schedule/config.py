@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from vtoken.base.config import Preemption
 from vtoken.base.errors import ConfigError
 from vtoken.schedule.sequence import FinishReason
 
@@ -18,7 +19,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    preemption: str = "recompute"  # or "swap", "auto"
+    preemption: Preemption = "recompute"
     eos_token_ids: frozenset[int] = frozenset()
     max_passes: int = 16
 

@@ -71,9 +71,7 @@ class Residents:
                 break
             if not self._start(request, batch):
                 tried += 1
-                continue
-            del self.waiting[tried]
-            if tried:
+            elif tried:
                 head.num_passes += 1
         self.is_blocked = tried > 0
 
@@ -88,10 +86,7 @@ class Residents:
 
     def bring_back(self, request: Request, batch: PlanBuilder) -> bool:
         """Let a preempted request go on, if there are blocks for it."""
-        if not (self._start if request.status is Status.PREEMPTED else self._swap_in)(request, batch):
-            return False
-        self.preempted.remove(request)
-        return True
+        return self._start(request, batch) if request.status is Status.PREEMPTED else self._swap_in(request, batch)
 
     def _spare(self) -> int:
         """Blocks left to those who run when a preempted one comes back: one each, or it would soon have to go."""
@@ -105,13 +100,13 @@ class Residents:
             return False
         copy = self._memory.swap_in(lanes)
         assert copy is not None, "there were enough blocks a moment ago"
-        batch.copy(copy, [request])
+        batch.add_copy(copy, [request])
         self._enter(request)
         self.replay_deaths(np.array(lanes))  # it may have been preempted just where something was to happen
         counts = np.ones(len(lanes), np.int64)
         placement = self._memory.plan_extend(np.array(lanes), counts)
         if placement.num_blocks <= self._memory.num_available:
-            batch.extend(np.array(lanes), counts, self._memory.extend(placement))
+            batch.add_slices(np.array(lanes), counts, self._memory.extend(placement))
         return True
 
     def _start(self, request: Request, batch: PlanBuilder) -> bool:
@@ -143,7 +138,7 @@ class Residents:
         self.replay_deaths(np.array([lane]))
         need = min(len(leader.token_ids), int(self._state["cut"][lane])) - int(memory.tokens.lengths[lane])
         lanes, counts = np.array([lane]), np.array([min(need, batch.tokens_left)])
-        batch.extend(lanes, counts, memory.extend(memory.plan_extend(lanes, counts)))
+        batch.add_slices(lanes, counts, memory.extend(memory.plan_extend(lanes, counts)))
         return True
 
     def make_room(self, batch: PlanBuilder, num_needed: int, spared: Request) -> bool:
@@ -166,7 +161,7 @@ class Residents:
             copy, num_returned = memory.reclaim(lane, spare_cells=1)
             returned += num_returned
             if copy is not None:
-                batch.copy(copy, [self._state.of(lane).request])
+                batch.add_copy(copy, [self._state.of(lane).request])
             if memory.num_available >= num_needed:
                 break
         return returned > 0
@@ -179,7 +174,7 @@ class Residents:
             if copy is None:
                 self._counters.swap_fallbacks += 1
             else:
-                batch.copy(copy, [request])
+                batch.add_copy(copy, [request])
         self._leave(request)
         if copy is not None:
             request.status = Status.SWAPPED
@@ -204,6 +199,10 @@ class Residents:
         return self._costs.prefers_swap(num_tokens, len(self._memory.swap_blocks(request.lanes)))
 
     def _enter(self, request: Request) -> None:
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        else:
+            self.preempted.remove(request)
         request.status = Status.RUNNING
         insort(self.running, request, key=lambda r: r.index)
         self.num_running += len(request.unfinished)

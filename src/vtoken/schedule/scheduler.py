@@ -118,7 +118,10 @@ class Scheduler:
         return True
 
     def evict(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
-        """Mark tokens of a running sequence dead, between two steps. Their deaths are replayed if it is recomputed."""
+        """Mark tokens of a running sequence dead, between two steps. Their deaths are replayed if it is recomputed.
+
+        Raises KeyError for a position that does not live, ValueError for a sequence without blocks or during a step.
+        """
         if sequence.lane is None or self._flight is not None:
             raise ValueError("tokens can be evicted between steps, from a sequence that has blocks")
         self._residents.evict(sequence, positions)
@@ -189,7 +192,7 @@ class Scheduler:
             lanes, counts = lanes[counts > 0], counts[counts > 0]
             placement = self.memory.plan_extend(lanes, counts)
             if placement.num_blocks <= self.memory.num_available:
-                batch.extend(lanes, counts, self.memory.extend(placement))
+                batch.add_slices(lanes, counts, self.memory.extend(placement))
                 return
             spared = only or self._residents.running[0]  # the oldest always makes progress
             if not self._residents.make_room(batch, placement.num_blocks, spared):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vtoken.base.errors import ConfigError
 from vtoken.base.units import format_bytes
+from vtoken.planner.kv_memory import KVShape
 
 
 class KVStore:
@@ -35,7 +36,7 @@ class KVStore:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
-        self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        self.bytes_per_token = KVShape(num_layers, num_kv_heads, head_dim, dtype.itemsize).bytes_per_token
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         try:
             keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
