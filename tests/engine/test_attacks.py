@@ -76,6 +76,23 @@ def test_a_real_ctrl_c_waits_for_the_end_of_the_step(llm, monkeypatch, moment):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_costs_no_output_of_the_step_it_waited_for(llm, monkeypatch):
+    engine, execute = llm.engine, llm.engine.executor.execute
+    engine.add_request("a", "x", GREEDY.replace(max_tokens=1))
+
+    def pressed(plan):
+        os.kill(os.getpid(), signal.SIGINT)
+        return execute(plan)
+
+    monkeypatch.setattr(engine.executor, "execute", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.has_unfinished_requests()
+    [output] = engine.step()
+    assert (output.request_id, len(output.outputs[0].token_ids), output.finished) == ("a", 1, True)
+    assert not engine.has_unfinished_requests()
+
+
 def test_an_error_that_cannot_describe_itself_ends_one_request(llm, monkeypatch):
     class Mute(Exception):
         def __str__(self):

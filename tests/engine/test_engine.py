@@ -103,7 +103,6 @@ def test_a_step_that_fails_takes_only_the_request_at_fault(engine, monkeypatch):
         return execute(plan)
 
     monkeypatch.setattr(engine.executor, "execute", failing)
-    engine.scheduler.memory.prefix.withdraw_pending()
     for name, prompt in prompts.items():
         engine.add_request(name, prompt, GREEDY, cache_salt="fresh")  # so that r2's prompt is computed again
     last = finish(engine)

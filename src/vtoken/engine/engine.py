@@ -64,6 +64,7 @@ class Engine:
         self._num_requests = 0
         self._busy_seconds = 0.0
         self._tracked: dict[Request, _Tracked] = {}  # not by id: that of an aborted request may be in use again
+        self._outputs: list[RequestOutput] = []  # made, and not yet returned: Ctrl-C came at the end of their step
         self.is_closed = False
 
     def add_request(
@@ -113,12 +114,13 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to report."""
-        return bool(self._tracked)
+        return bool(self._tracked or self._outputs)
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests it brought a token (those that asked for it) and those that ended.
 
-        What the executor raises ends one request at most; Ctrl-C waits until the step is over.
+        What the executor raises ends one request at most. Ctrl-C waits until the step is over, whose outputs then come
+        with the next one.
         """
         with HeldInterrupt():
             started = self._clock.now()
@@ -131,10 +133,11 @@ class Engine:
                     self.scheduler.fail(error)
                     if not isinstance(error, Exception):
                         raise
-            outputs = self._report(drawn)
+            self._outputs += self._report(drawn)
             self._busy_seconds += self._clock.now() - started
         if plan is None and self.scheduler.num_unfinished:
             raise EngineError(f"nothing can run, but {self.scheduler.num_unfinished} requests are left: a bug of ours")
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def _report(self, drawn: list[tuple[Sequence, int]]) -> list[RequestOutput]:
