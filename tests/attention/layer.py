@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.plans import Lane, Slice, make_plan
+from vtoken.attention.base import AttentionBackend
 from vtoken.attention.metadata import ATTENTION, AttentionMetadata
 from vtoken.attention.reference import ReferenceAttention
 from vtoken.attention.spec import AttentionSpec
+from vtoken.planner.kv_memory import KVShape
 from vtoken.worker.kv_store import KVStore
 
 PLAIN = AttentionSpec(scale=0.25)
@@ -66,14 +69,18 @@ class Layer:
         num_blocks: int = 64,
         spec: AttentionSpec = PLAIN,
         dtype: torch.dtype = torch.float32,
+        kv: tuple[str, str] | None = None,
+        backend: AttentionBackend | None = None,
         seed: int = 0,
     ) -> None:
+        """`dtype` is that of the model, and of the cache where `kv` does not name formats of keys and values."""
         _, num_kv_heads, head_dim = text.k.shape
         self.spec = spec
-        self.store = KVStore(1, num_blocks, block_size, num_kv_heads, head_dim, dtype)
-        self.store.keys[0].fill_(torch.nan)
-        self.store.values[0].fill_(torch.nan)
-        self.backend = ReferenceAttention()
+        self.dtype = dtype
+        keys, values = kv or 2 * (str(dtype).removeprefix("torch."),)
+        self.store = KVStore(KVShape(1, num_kv_heads, head_dim, keys, values), num_blocks, block_size)
+        poison(self.store)
+        self.backend = backend or ReferenceAttention()
         self.rng = np.random.default_rng(seed)
         self.free_blocks = [int(b) for b in self.rng.permutation(num_blocks)]
 
@@ -84,11 +91,11 @@ class Layer:
         plan = make_plan([part for part, _ in parts], statistics=statistics)
         meta = AttentionMetadata.from_plan(plan)
         q, k, v = (
-            torch.cat([getattr(text, name)[part.positions] for part, text in parts]).to(self.store.dtype)
-            for name in "qkv"
+            torch.cat([getattr(text, name)[part.positions] for part, text in parts]).to(self.dtype) for name in "qkv"
         )
-        k, v = self.store.write(0, k, v, torch.from_numpy(plan.write_slots))
-        out = self.backend.attend(self.spec, q, k, v, self.store.keys[0], self.store.values[0], meta)
+        cache, slots = self.store.layers[0], torch.from_numpy(plan.write_slots)
+        qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+        out = self.backend.attend(self.spec, *self.backend.write(qkv, None, cache, slots), cache, meta)
         for part, _ in parts:
             part.commit()
         return list(out.split([len(part.token_ids) for part, _ in parts])), meta
@@ -107,11 +114,17 @@ class Layer:
         """Positions die; what lay in their cells is poison from now on."""
         row_of = {position: row for row, position in lane.past.items()}
         rows = [row_of[position] for position in positions]
-        slots = torch.from_numpy(lane.slots(rows))
-        for cache in (self.store.keys[0], self.store.values[0]):
-            cache[slots // lane.block_size, :, slots % lane.block_size] = torch.nan
+        poison(self.store, lane.slots(rows))
         for row in rows:
             del lane.past[row]
+
+
+def poison(store: KVStore, slots: NDArray[np.int64] | None = None) -> None:
+    """Fill these slots, or all, with what shows wherever it is read: NaN, or the largest code at a scale of NaN."""
+    slots = np.arange(store.num_blocks * store.block_size) if slots is None else slots
+    blocks, offsets = (torch.from_numpy(part) for part in np.divmod(slots, store.block_size))
+    for tensor in store.tensors:
+        tensor[blocks, :, offsets] = torch.nan if tensor.is_floating_point() else 127
 
 
 def run(
@@ -123,13 +136,24 @@ def run(
     scatter: bool = False,
     neighbours: int = 0,
     dtype: torch.dtype = torch.float32,
+    kv: tuple[str, str] | None = None,
+    backend: AttentionBackend | None = None,
     seed: int = 0,
 ) -> tuple[Tensor, np.ndarray]:
     """Compute a text in chunks that end at `cuts` (and wherever tokens die).
 
     Returns the outputs [T, num_heads, head_dim] and the attention each position drew [T] while it lived.
     """
-    layer = Layer(text, block_size=block_size, num_blocks=2048 // block_size * 2, spec=spec, dtype=dtype, seed=seed)
+    layer = Layer(
+        text,
+        block_size=block_size,
+        num_blocks=2048 // block_size * 2,
+        spec=spec,
+        dtype=dtype,
+        kv=kv,
+        backend=backend,
+        seed=seed,
+    )
     lane, outputs, drawn = Lane(block_size, []), [], np.zeros(len(text))
     others = [(Lane(block_size, []), Text.random(256, *_shape(text), seed=900 + i)) for i in range(neighbours)]
     ends = sorted({*cuts, *text.deaths, len(text)} - {0})

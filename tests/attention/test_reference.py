@@ -163,8 +163,7 @@ class TestStatistics:
         lane = Lane(16, [3, 1])
         _, meta = layer.step([(Slice(lane, [0] * 30), text)], [ATTENTION])
         once = meta.statistics[ATTENTION].copy()
-        keys, values = layer.store.keys[0], layer.store.values[0]
-        layer.backend.attend(PLAIN, text.q, text.k, text.v, keys, values, meta)
+        layer.backend.attend(PLAIN, text.q, text.k, text.v, layer.store.layers[0], meta)
         assert np.array_equal(meta.statistics[ATTENTION], 2 * once)
 
     def test_nothing_is_collected_unasked(self) -> None:

@@ -58,14 +58,17 @@ def record(
     bits: Bits = {}
     drawn = runner.sample
 
-    def sample(logits: Tensor, batch: SamplingBatch) -> tuple[np.ndarray, dict[int, str]]:
+    def sample(logits: Tensor, batch: SamplingBatch, *, compiled: bool) -> tuple[np.ndarray, dict[int, str]]:
         for row, key in enumerate(
             zip(batch.seeds.tolist(), batch.choices.tolist(), batch.indices.tolist(), strict=False)
         ):
             bits[key] = logits[row].numpy().tobytes()
-        return drawn(logits, batch)
+        return drawn(logits, batch, compiled=compiled)
 
-    with pytest.MonkeyPatch.context() as patch, LLM(str(folder), skip_tokenizer_init=True, **settings) as llm:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LLM(str(folder), **({"attention_backend": "reference", "skip_tokenizer_init": True} | settings)) as llm,
+    ):
         patch.setattr(runner, "sample", sample)
         engine = llm.engine
         for i, demand in enumerate(demands):

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.recorded import Demand, Recording, record, scattered
+from tests.models.dense import split_heads
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, save_llama, save_mistral
 from vtoken.models.loader import load_model
 
@@ -57,11 +58,13 @@ def family(request, tmp_path_factory):
     return folder, answers, logits
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_tokens_and_logits_are_those_of_transformers(family, memory):
+def test_tokens_and_logits_are_those_of_transformers(family, memory, backend):
     folder, answers, logits = family
     demands = [Demand(prompt, i, {"max_tokens": NEW_TOKENS, "temperature": 0.0}) for i, prompt in enumerate(_prompts())]
-    ours = record(folder, demands, max_model_len=84, **{"max_num_seqs": 8} | MEMORIES[memory])
+    settings = {"max_num_seqs": 8, "attention_backend": backend} | MEMORIES[memory]
+    ours = record(folder, demands, max_model_len=84, **settings)
     assert [choices[0] for choices in ours.tokens] == answers
     for seed, theirs in enumerate(logits):
         np.testing.assert_allclose(_logits(ours, seed), theirs, atol=1e-4, rtol=1e-4)
@@ -73,12 +76,14 @@ def test_tokens_and_logits_are_those_of_transformers(family, memory):
         assert ours.stats.memory.prefix_hit_tokens > 0
 
 
-def test_eviction_is_a_mask(family):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_eviction_is_a_mask(family, backend):
     """The oracle of eviction: dense attention over the whole text, in which a dead token is hidden from the queries at
     and after the length at which it died."""
     folder, _, _ = family
     demands = [Demand(prompt, i, {"max_tokens": NEW_TOKENS, "temperature": 0.0}) for i, prompt in enumerate(_prompts())]
-    ours = record(folder, demands, scattered(every=5), num_blocks=16, block_size=8, max_model_len=84, max_num_seqs=8)
+    settings = {"num_blocks": 16, "block_size": 8, "max_model_len": 84, "max_num_seqs": 8, "attention_backend": backend}
+    ours = record(folder, demands, scattered(every=5), **settings)
     model = load_model(folder, "float32")
     assert ours.stats.scheduler.preemptions > 0
     for seed, (prompt, [answer], [died_at]) in enumerate(zip(_prompts(), ours.tokens, ours.died_at, strict=True)):
@@ -100,12 +105,13 @@ def _masked_logits(model, text: torch.Tensor, died_at: dict[int, int]) -> torch.
     visible = (position[:, None] >= position) & (position[:, None] < death)
     spec = model.spec
 
-    def attend(layer, q, k, v):
+    def attend(layer, qkv, rotation):
+        q, k, v = split_heads(spec, qkv, rotation)
         facts, group = spec.layers[layer], spec.num_heads // spec.num_kv_heads
         seen = visible if facts.window is None else visible & (position[:, None] - position < facts.window)
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * facts.scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)
 
     with torch.inference_mode():
         return model.logits(model.hidden_states(text, position, attend))

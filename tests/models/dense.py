@@ -5,21 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vtoken.attention.rotation import Rotation
 from vtoken.models.base import Attend, CausalLM
 from vtoken.models.spec import ModelSpec
+
+
+def split_heads(spec: ModelSpec, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What a model hands to attention, as q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], turned."""
+    heads = qkv.unflatten(-1, (-1, spec.head_dim))
+    q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+    return (q, k, v) if rotation is None else (rotation(q), rotation(k), v)
 
 
 def dense_causal(spec: ModelSpec) -> Attend:
     """Attend for tokens at positions 0, 1, ... of one sequence."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
+        q, k, v = split_heads(spec, qkv, rotation)
         facts = spec.layers[layer]
         group = spec.num_heads // spec.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * facts.scale
         distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
         visible = distance >= 0 if facts.window is None else (distance >= 0) & (distance < facts.window)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, dim=1))
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, dim=1)).flatten(1)
 
     return attend
 

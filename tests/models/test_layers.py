@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtoken.models.layers import RMSNorm, even_tile_rows, rowwise_silu_and_mul, tiled_linear
-from vtoken.models.rope import RopeParameters, RotaryEmbedding, apply_rotary
+from vtoken.models.kernels import BATCH_INVARIANT, even_tile_rows, rowwise_silu_and_mul, tiled_linear
+from vtoken.models.layers import RMSNorm
+from vtoken.models.rope import RopeParameters, RotaryEmbedding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # in, out: SmolLM2's projections, and sizes that no SIMD width divides.
@@ -59,7 +60,7 @@ def test_linear_rows_stand_alone_on_lesser_machines(instructions: str, num_threa
     code = """
 import torch
 from tests.models.test_layers import assert_rows_stand_alone, random
-from vtoken.models.layers import tiled_linear
+from vtoken.models.kernels import tiled_linear
 for width, out in [(576, 960), (33, 100), (64, 258), (7, 3)]:
     weight, bias = random(out, width, seed=2), random(out, seed=3)
     assert_rows_stand_alone(lambda x: tiled_linear(x, weight), width, torch.float32)
@@ -108,7 +109,7 @@ def test_a_broken_neighbour_does_not_spread() -> None:
 @pytest.mark.parametrize("width", [1, 7, 33, 48, 100, 576, 1000])
 def test_silu_and_norm_rows_stand_alone(width: int, dtype: torch.dtype) -> None:
     assert_rows_stand_alone(rowwise_silu_and_mul, 2 * width, dtype)
-    norm = RMSNorm(width, 1e-6, dtype=dtype)
+    norm = RMSNorm(width, 1e-6, dtype=dtype, kernels=BATCH_INVARIANT)
     norm.weight.data.copy_(random(width, dtype=dtype, seed=4))
     assert_rows_stand_alone(norm, width, dtype)
 
@@ -140,7 +141,7 @@ def test_rotated_rows_stand_alone(head_dim: int, dtype: torch.dtype) -> None:
 
     def rotate(x: Tensor) -> Tensor:
         # The position rides in the first element, so that it moves about with its row.
-        cos, sin = rotary(x[:, 0].float().abs().mul(1000).long())
-        return apply_rotary(x.unflatten(1, (3, head_dim)), cos, sin).flatten(1)
+        rotation = rotary(x[:, 0].float().abs().mul(1000).long())
+        return rotation(x.unflatten(1, (3, head_dim))).flatten(1)
 
     assert_rows_stand_alone(rotate, 3 * head_dim, dtype)

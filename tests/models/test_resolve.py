@@ -68,9 +68,7 @@ def test_names_that_mean_nothing(name: str, message: str) -> None:
 )
 def test_an_impossible_cache_is_named(folder: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VTOKEN_CACHE", folder)
-    with pytest.raises(
-        CheckpointError, match=rf"no model cache in {folder} \({reason}.*\); set VTOKEN_CACHE to another"
-    ):
+    with pytest.raises(CheckpointError, match=rf"no cache in {folder} \({reason}.*\); set VTOKEN_CACHE to another"):
         resolve_model("smollm2-135m")
 
 

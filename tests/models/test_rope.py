@@ -59,12 +59,12 @@ def test_tables_equal_transformers(style: str) -> None:
     expected_cos, expected_sin = theirs(torch.zeros(1, dtype=torch.float32), POSITIONS[None])
 
     rope = parameters(**config)
-    cos, sin = RotaryEmbedding(rope, head_dim=64, max_positions=8192)(POSITIONS)
+    turn = RotaryEmbedding(rope, head_dim=64, max_positions=8192)(POSITIONS)
 
     assert torch.equal(inverse_frequencies(rope, 64), theirs.inv_freq)
     # They repeat the half; cos and sin themselves may differ in the last bit with the SIMD lane.
-    torch.testing.assert_close(cos, expected_cos[0, :, :32], atol=2e-7, rtol=0)
-    torch.testing.assert_close(sin, expected_sin[0, :, :32], atol=2e-7, rtol=0)
+    torch.testing.assert_close(turn.cos, expected_cos[0, :, :32], atol=2e-7, rtol=0)
+    torch.testing.assert_close(turn.sin, expected_sin[0, :, :32], atol=2e-7, rtol=0)
 
 
 def test_scaling_changes_the_tables() -> None:

@@ -12,7 +12,7 @@ from vtoken.base.config import EngineConfig
 from vtoken.planner.kv_memory import KVPlan, KVShape, blocks_for, default_kv_bytes, largest_model_len, plan_kv
 
 MIB, GIB = 1024**2, 1024**3
-LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, bytes_per_element=2)
+LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, key_dtype="bfloat16")
 
 
 def _plan(available: int = 8 * GIB, model_max_len: int = 131_072, shape: KVShape = LLAMA_8B, **settings: Any) -> KVPlan:

@@ -29,7 +29,7 @@ def test_every_live_slot_is_read_once_and_no_other() -> None:
     slots_read = layer.backend.slots_read - before
     assert slots_read == (40 - 3) + (37 - 3)
     assert all(torch.isfinite(out).all() for out in outputs)
-    bytes_read = slots_read * layer.store.bytes_per_token
+    bytes_read = slots_read * layer.store.shape.bytes_per_token
     assert bytes_read == (37 + 34) * 2 * text.k.shape[1] * text.k.shape[2] * 4
 
 
@@ -42,7 +42,7 @@ def test_the_rest_of_the_pool_does_not_matter() -> None:
         lane = Lane(BLOCK_SIZE, [9, 4, 17])
         layer.step([(Slice(lane, [0] * 40), text)])
         layer.kill(lane, [5, 20, 21])
-        for cache in (layer.store.keys[0], layer.store.values[0]):
+        for cache in layer.store.tensors:
             cache.nan_to_num_(nan=rest)
         outputs.append(layer.step([(Slice(lane, [0] * 3), text)])[0][0])
     assert torch.equal(outputs[0], outputs[1])
@@ -50,6 +50,6 @@ def test_the_rest_of_the_pool_does_not_matter() -> None:
 
     for position in (40, 41, 42):  # the same step again
         del lane.past[position]
-    layer.store.values[0][9, :, 2] += 1  # position 2: a live one
+    layer.store.layers[0].values.cells[9, :, 2] += 1  # position 2: a live one
     changed, _ = layer.step([(Slice(lane, [0] * 3, first_position=40), text)])
     assert not torch.equal(changed[0], outputs[0])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from vtoken.planner.kv_memory import KVShape
 
-LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, bytes_per_element=2)
+LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, key_dtype="bfloat16")
 
 
 def test_bytes_a_token() -> None:
     assert LLAMA_8B.bytes_per_token == 131_072
-    assert KVShape(num_layers=40, num_kv_heads=40, head_dim=128, bytes_per_element=2).bytes_per_token == 819_200
+    assert KVShape(num_layers=40, num_kv_heads=40, head_dim=128, key_dtype="bfloat16").bytes_per_token == 819_200
 
 
 def test_bytes_of_a_sequence_and_of_a_batch() -> None:

@@ -13,8 +13,10 @@ from tests.plans import Lane, Slice, make_plan
 from tests.tiny_models import save_llama, save_mistral
 from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.reference import ReferenceAttention
+from vtoken.attention.rotation import Rotation
 from vtoken.models.base import CausalLM
 from vtoken.models.loader import load_model
+from vtoken.planner.kv_memory import KVShape
 from vtoken.worker.kv_store import KVStore
 
 BLOCK_SIZE = 7
@@ -35,7 +37,8 @@ class Session:
     def __init__(self, model: CausalLM) -> None:
         spec = model.spec
         self.model, self.backend = model, ReferenceAttention()
-        self.store = KVStore(spec.num_layers, 20, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, torch.float32)
+        shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, "float32")
+        self.store = KVStore(shape, num_blocks=20, block_size=BLOCK_SIZE)
         self.lane = Lane(BLOCK_SIZE, [13, 2, 19, 0, 7, 4, 11, 3, 16, 5])
 
     @torch.inference_mode()
@@ -45,10 +48,10 @@ class Session:
         plan = make_plan([part])
         meta, slots = AttentionMetadata.from_plan(plan), torch.from_numpy(plan.write_slots)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = self.store.write(layer, k, v, slots)
-            caches = self.store.keys[layer], self.store.values[layer]
-            return self.backend.attend(self.model.spec.layers[layer], q, k, v, *caches, meta)
+        def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
+            cache = self.store.layers[layer]
+            heads = self.backend.write(qkv, rotation, cache, slots)
+            return self.backend.attend(self.model.spec.layers[layer], *heads, cache, meta).flatten(1)
 
         hidden = self.model.hidden_states(torch.tensor(token_ids), torch.from_numpy(meta.positions), attend)
         part.commit()

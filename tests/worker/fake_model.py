@@ -49,7 +49,7 @@ class FakeModel(CausalLM):
         for layer in range(spec.num_layers):
             q = hidden.view(-1, spec.num_heads, spec.head_dim)
             kv = q[:, :: spec.num_heads // spec.num_kv_heads]
-            hidden = hidden + attend(layer, q, kv, kv + 1).reshape(len(hidden), -1)
+            hidden = hidden + attend(layer, torch.cat([q, kv, kv + 1], dim=1).flatten(1), None)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,24 +10,36 @@ import pytest
 import torch
 
 from vtoken.memory.copy import Copy, CopyKind
+from vtoken.planner.kv_memory import KVShape
 from vtoken.worker.copy_engine import CopyEngine
 from vtoken.worker.kv_store import KVStore
 
 BLOCK_SIZE = 5
 
 
-def new_store(num_blocks: int, first: int) -> KVStore:
-    """A store in which every number is unique."""
-    store = KVStore(2, num_blocks, BLOCK_SIZE, 3, 4, torch.float32)
-    for i, cache in enumerate((*store.keys, *store.values)):
-        cache.copy_(torch.arange(cache.numel()).view_as(cache) + first + i * cache.numel())
+# Torch's indexing and the compiled kernels; formats whose scales have to come along, keys and values apart.
+FORMATS_AND_WAYS = [
+    (("float32", "float32"), False),
+    (("float32", "float32"), True),
+    (("int8", "bfloat16"), False),
+    (("int8", "bfloat16"), True),
+    (("float16", "fp8_e4m3"), True),
+]
+
+
+def new_store(num_blocks: int, seed: int, form: tuple[str, str] = ("float32", "float32")) -> KVStore:
+    """A store of random numbers: no two slots are alike."""
+    store = KVStore(KVShape(2, 3, 4, *form), num_blocks, BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in store.tensors:
+        tensor.copy_(torch.randint(0, 127, tensor.shape, generator=generator))
     return store
 
 
 def content(store: KVStore) -> torch.Tensor:
-    """[slots, everything]: one row a slot, all layers, keys and values."""
-    caches = torch.stack([*store.keys, *store.values])  # [caches, blocks, heads, block_size, head_dim]
-    return caches.permute(1, 3, 0, 2, 4).reshape(store.num_blocks * BLOCK_SIZE, -1).clone()
+    """[slots, everything]: one row a slot, all layers, keys and values and their scales."""
+    rows = [tensor.transpose(1, 2).flatten(0, 1).flatten(1) for tensor in store.tensors]
+    return torch.cat([row.double() for row in rows], dim=1)
 
 
 def copy(kind: CopyKind, src: Sequence[int], dst: Sequence[int], ticket: int | None = None) -> Copy:
@@ -38,9 +50,10 @@ def blocks(*ids: int) -> list[int]:
     return [block * BLOCK_SIZE + i for block in ids for i in range(BLOCK_SIZE)]
 
 
-@pytest.fixture
-def engine() -> Iterator[CopyEngine]:
-    engine = CopyEngine(new_store(8, 0), new_store(4, 1_000_000))
+@pytest.fixture(params=FORMATS_AND_WAYS, ids=lambda param: "-".join(map(str, param)))
+def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
+    form, compiled = request.param
+    engine = CopyEngine(new_store(8, 0, form), new_store(4, 77, form), compiled=compiled)
     yield engine
     engine.close()
 
@@ -102,9 +115,9 @@ def test_copies_are_counted_by_kind(engine: CopyEngine, device: KVStore) -> None
     engine.run([copy(CopyKind.RELOCATE, [1, 2], [8, 9]), copy(CopyKind.RELOCATE, [3], [7])])
     engine.run([copy(CopyKind.SWAP_OUT, blocks(1, 2), blocks(0, 1))])
     assert engine.num_copies[CopyKind.RELOCATE] == 2
-    assert engine.bytes_copied[CopyKind.RELOCATE] == 3 * device.bytes_per_token
+    assert engine.bytes_copied[CopyKind.RELOCATE] == 3 * device.shape.bytes_per_token
     assert engine.num_copies[CopyKind.SWAP_OUT] == 1
-    assert engine.bytes_copied[CopyKind.SWAP_OUT] == 2 * BLOCK_SIZE * device.bytes_per_token
+    assert engine.bytes_copied[CopyKind.SWAP_OUT] == 2 * BLOCK_SIZE * device.shape.bytes_per_token
     assert engine.num_copies[CopyKind.COPY_ON_WRITE] == engine.bytes_copied[CopyKind.SWAP_IN] == 0
 
 

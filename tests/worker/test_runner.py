@@ -13,12 +13,18 @@ from tests.plans import Lane, Slice, draws, make_plan
 from tests.worker.fake_model import FakeModel
 from vtoken.attention.metadata import ATTENTION
 from vtoken.base.errors import ConfigError
+from vtoken.base.kv_format import KV_FORMATS
 from vtoken.executor.base import Executor
 from vtoken.executor.local import LocalExecutor
 from vtoken.memory.copy import Copy, CopyKind
+from vtoken.planner.kv_memory import KVShape
 from vtoken.schedule.plan import StepPlan, StepResult
 
 BLOCK_SIZE = 4
+
+
+def kv_shape(model: FakeModel, dtype: str = "float32") -> KVShape:
+    return KVShape(model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim, dtype)
 
 
 @pytest.fixture
@@ -34,10 +40,10 @@ def executor(model: FakeModel) -> Iterator[LocalExecutor]:
         block_size=BLOCK_SIZE,
         num_host_blocks=10,
         attention_backend="reference",
-        kv_dtype=torch.float32,
+        kv_shape=kv_shape(FakeModel()),
     )
     for store in (executor.store, executor.host_store):
-        for cache in (*store.keys, *store.values):
+        for cache in store.tensors:
             cache.fill_(torch.nan)
     yield executor
     executor.close()
@@ -106,12 +112,12 @@ def test_a_chunk_in_the_middle_of_a_prompt_draws_nothing(executor: LocalExecutor
     assert sum(model.logit_rows) == 0
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_chunk_sees_itself_as_the_cache_holds_it(model: FakeModel, kv_dtype: torch.dtype) -> None:
-    """Rounded to the dtype of the cache, or the cut of chunks would change what later layers compute."""
+@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
+def test_a_chunk_sees_itself_as_the_cache_holds_it(model: FakeModel, kv_dtype: str) -> None:
+    """Rounded to the format of the cache, or the cut of chunks would change what later layers compute."""
     stores = []
     for cuts in ([0, 11], [0, 4, 5, 10, 11]):
-        executor = LocalExecutor(model, num_blocks=3, block_size=BLOCK_SIZE, kv_dtype=kv_dtype)
+        executor = LocalExecutor(model, num_blocks=3, block_size=BLOCK_SIZE, kv_shape=kv_shape(model, kv_dtype))
         lane = Lane(BLOCK_SIZE, [2, 0, 1])
         for begin, end in pairwise(cuts):
             part = Slice(lane, list(range(begin, end)))
@@ -120,8 +126,8 @@ def test_a_chunk_sees_itself_as_the_cache_holds_it(model: FakeModel, kv_dtype: t
         stores.append(executor.store)
     slots = torch.from_numpy(lane.slots(range(11)))
     for layer in range(model.spec.num_layers):
-        once, chunked = (store.keys[layer].transpose(1, 2).flatten(0, 1)[slots] for store in stores)
-        assert torch.equal(once, chunked)
+        for once, chunked in zip(*(store.layers[layer].tensors for store in stores), strict=True):
+            assert torch.equal(*(tensor.transpose(1, 2).flatten(0, 1)[slots] for tensor in (once, chunked)))
 
 
 def test_copies_come_before_the_forward_pass(executor: LocalExecutor) -> None:
@@ -151,7 +157,7 @@ def test_a_plan_of_copies_alone(executor: LocalExecutor, model: FakeModel) -> No
         return make_plan([], block_size=BLOCK_SIZE, copies=[Copy(kind, *slots)])
 
     executor.execute(only(CopyKind.SWAP_OUT, [7, 3], [2, 9]))
-    for cache in (*executor.store.keys, *executor.store.values):
+    for cache in executor.store.tensors:
         cache.fill_(torch.nan)
     result = executor.execute(only(CopyKind.SWAP_IN, [9, 2], [15, 16]))
     assert len(result.tokens) == 0
@@ -210,17 +216,17 @@ def test_a_statistic_the_backend_cannot_give_is_our_bug(executor: LocalExecutor)
 
 def test_unknown_backend(model: FakeModel) -> None:
     with pytest.raises(ConfigError, match="unknown attention backend 'flash'"):
-        LocalExecutor(model, num_blocks=1, block_size=4, attention_backend="flash", kv_dtype=torch.float32)
+        LocalExecutor(model, num_blocks=1, block_size=4, attention_backend="flash", kv_shape=kv_shape(FakeModel()))
 
 
 def test_no_memory_for_the_pool(model: FakeModel) -> None:
     with pytest.raises(ConfigError, match="ask for fewer blocks"):
-        LocalExecutor(model, num_blocks=2**44, block_size=16, kv_dtype=torch.float32)
+        LocalExecutor(model, num_blocks=2**44, block_size=16, kv_shape=kv_shape(FakeModel()))
 
 
 def test_measured_costs_leave_the_stores_alone(executor: LocalExecutor) -> None:
     costs = executor.measure_costs()
     assert costs.copy_bytes_per_s > 0
     assert costs.flops_per_s > 0
-    assert all(cache.isnan().all() for cache in (*executor.store.keys, *executor.host_store.values))
+    assert all(cache.isnan().all() for cache in (*executor.store.tensors, *executor.host_store.tensors))
     assert not any(executor.copies.num_copies.values())

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtoken.attention.base import AttentionBackend
+from vtoken.attention.cache import CachePlane, LayerCache
 from vtoken.attention.metadata import ATTENTION, AttentionMetadata, Past
 from vtoken.attention.spec import AttentionSpec
 
@@ -39,9 +40,10 @@ _NOWHERE = np.iinfo(np.int64).max  # position of a padding key: after every quer
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention in float32 over gathered tokens. Any head count, head width, block size and KV dtype; CPU."""
+    """Attention in float32 over gathered tokens. Any head count, head width, block size and KV format; CPU."""
 
     statistics: ClassVar[frozenset[str]] = frozenset({ATTENTION})
+    compiled: ClassVar[bool] = False
     needs_row_positions: ClassVar[bool] = True
 
     def attend(
@@ -50,8 +52,7 @@ class ReferenceAttention(AttentionBackend):
         q: Tensor,
         k_new: Tensor,
         v_new: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         meta: AttentionMetadata,
     ) -> Tensor:
         out = torch.empty_like(q)
@@ -59,8 +60,8 @@ class ReferenceAttention(AttentionBackend):
         with _one_thread():
             for s, past in enumerate(meta.pasts):
                 own = slice(meta.starts[s], meta.starts[s + 1])
-                keys = _tiles(self._gather(k_cache, past), k_new[own])
-                values = _tiles(self._gather(v_cache, past), v_new[own])
+                keys = _tiles(_gather(cache.keys, past), k_new[own])
+                values = _tiles(_gather(cache.values, past), v_new[own])
                 self.slots_read += len(past.slots)
                 key_positions = _padded(past.positions, meta.positions[own], keys.shape[0] * KEY_TILE)
                 rows = np.concatenate([past.rows, meta.write_rows[own]])
@@ -76,11 +77,11 @@ class ReferenceAttention(AttentionBackend):
                 )
         return out
 
-    @staticmethod
-    def _gather(cache: Tensor, past: Past) -> Tensor:
-        """[P, num_kv_heads, head_dim]: the live past, and not one slot more."""
-        block_size = cache.shape[2]
-        return cache[past.slots // block_size, :, past.slots % block_size]
+
+def _gather(plane: CachePlane, past: Past) -> Tensor:
+    """float32 [P, num_kv_heads, head_dim]: the live past, and not one slot more."""
+    block_size = plane.cells.shape[2]
+    return plane.read(past.slots // block_size, past.slots % block_size)
 
 
 @contextmanager

@@ -10,18 +10,21 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from vtoken.base import host_memory
 from vtoken.base.errors import ConfigError
+from vtoken.base.kv_format import KV_FORMATS
 from vtoken.base.sampling_params import SEED_EXPECTED, Seed
 from vtoken.base.units import format_bytes, parse_bytes
 from vtoken.base.validation import Settings, setting
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Preemption = Literal["recompute", "swap", "auto"]
+KVCacheDType = Literal["auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8"]
 
 _INT32_MAX = 2**31 - 1  # ids and counts travel as int32
 _INT64_MAX = 2**63 - 1
 _COUNT = f"a whole number from 1 to {_INT32_MAX}"
 _SIZE = "bytes as a whole number, or text such as '512MiB' or '1.5GB'"
 _SWITCH = "True or False"
+_KV_EXPECTED = f"one of 'auto', {', '.join(map(repr, KV_FORMATS))}"
 
 _Count = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 _Bytes = Annotated[int, Field(ge=1, le=_INT64_MAX)]
@@ -43,8 +46,8 @@ class EngineConfig(Settings):
         "num_gpu_blocks_override": "called num_blocks here",
         "kv_cache_memory_bytes": "called kv_memory here",
         "preemption_mode": "called preemption here",
-        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "quantization"), "not there yet"),
-        **dict.fromkeys(("kv_cache_dtype", "speculative_config", "enable_lora"), "not there yet"),
+        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), "not there yet"),
+        **dict.fromkeys(("speculative_config", "enable_lora"), "not there yet"),
     }
 
     model: _Path = setting(
@@ -105,11 +108,36 @@ class EngineConfig(Settings):
         expected=_SIZE,
         default=0,
     )
+    kv_cache_dtype: KVCacheDType = setting(
+        "Format of the KV cache. fp8_e4m3 and int8, with a scale for each token and head, take about a quarter of "
+        "float32's memory; auto is the model's dtype.",
+        expected=_KV_EXPECTED,
+        default="auto",
+    )
+    key_cache_dtype: KVCacheDType | None = setting(
+        "Format of the keys, where it is not that of the values.", expected=f"{_KV_EXPECTED}, or None", default=None
+    )
+    value_cache_dtype: KVCacheDType | None = setting(
+        "Format of the values, where it is not that of the keys.", expected=f"{_KV_EXPECTED}, or None", default=None
+    )
     attention_backend: str = setting(
-        "What computes attention; today there is reference only.",
-        expected="the name of an attention backend",
-        default="reference",
+        "What computes attention: cpu is compiled for this machine on first use, reference is plain torch, in which no "
+        "neighbour can change a bit of an answer; auto is cpu where there is a C++ compiler, else reference.",
+        expected="'auto', 'cpu' or 'reference'",
+        default="auto",
         min_length=1,
+    )
+    linear_backend: str = setting(
+        "What multiplies by the weights; auto is the quickest kernel on this machine that keeps every weight exactly, "
+        "measured once for each shape.",
+        expected="'auto' or the name of a linear backend",
+        default="auto",
+        min_length=1,
+    )
+    quantization: Literal["int8"] | None = setting(
+        "Hold the weights in fewer bits: int8 is smaller and faster, and changes results slightly.",
+        expected="'int8' or None",
+        default=None,
     )
     seed: Seed | None = setting(
         "Seeds the requests that bring no seed of their own; without it they differ from run to run.",

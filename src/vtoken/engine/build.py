@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from vtoken.attention.registry import BACKENDS
 from vtoken.base.clock import Clock
 from vtoken.base.config import EngineConfig
+from vtoken.base.errors import ConfigError
 from vtoken.base.units import format_bytes
 from vtoken.engine.engine import Engine, EngineFacts
 from vtoken.engine.text import Tokenizer
 from vtoken.executor.local import LocalExecutor
+from vtoken.kernels.compiler import KernelsUnavailable
+from vtoken.kernels.library import library
+from vtoken.linear.choose import choose
 from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.models.base import CausalLM
+from vtoken.models.kernels import BATCH_INVARIANT, COMPILED
 from vtoken.models.loader import load_model, resolve_model
+from vtoken.models.prepare import prepare_linears
 from vtoken.planner.kv_memory import KVShape, plan_kv
 from vtoken.schedule.config import SchedulerConfig
 from vtoken.schedule.preemption import PreemptionCosts
@@ -24,22 +32,30 @@ logger = logging.getLogger("vtoken")
 
 def build_engine(config: EngineConfig, clock: Clock) -> Engine:
     """Start an engine. Raises ConfigError or CheckpointError before anything large is taken, where that can be told."""
-    BACKENDS[config.attention_backend]  # an unknown name should not wait for the weights
+    # What a user mistyped, or what cannot run here, should not wait for the weights.
+    backend = _attention_backend(config.attention_backend)
+    choose((), override=config.linear_backend, quantization=config.quantization)
     folder = resolve_model(config.model)
-    model = load_model(folder, config.dtype)
+    kernels = COMPILED if BACKENDS[backend].compiled else BATCH_INVARIANT
+    model = load_model(folder, config.dtype, kernels)
     spec = model.spec
+    # Left to itself the reference backend keeps every row apart, linears included.
+    if BACKENDS[backend].compiled or (config.linear_backend, config.quantization) != ("auto", None):
+        linears = prepare_linears(model, backend=config.linear_backend, quantization=config.quantization)
+        for line in linears.summary():
+            logger.info("%s", line)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = Tokenizer.from_folder(config.tokenizer or folder, spec.vocab_size)
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, model.dtype.itemsize)
+    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, *_kv_formats(config, model.dtype))
     sizes = plan_kv(config, shape, spec.max_position_embeddings)
     executor = LocalExecutor(
         model,
         num_blocks=sizes.num_blocks,
         block_size=config.block_size,
         num_host_blocks=sizes.num_host_blocks,
-        attention_backend=config.attention_backend,
-        kv_dtype=model.dtype,
+        attention_backend=backend,
+        kv_shape=shape,
     )
     memory = KVCacheManager(
         sizes.num_blocks,
@@ -70,6 +86,27 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         sizes.max_model_len,
     )
     return Engine(scheduler, executor, facts, tokenizer=tokenizer, seed=config.seed, clock=clock)
+
+
+def _attention_backend(name: str) -> str:
+    """The backend that "auto" means on this machine; any other name is checked for being able to run on it."""
+    if name != "auto" and not BACKENDS[name].compiled:
+        return name
+    try:
+        library()
+    except KernelsUnavailable as error:
+        if name != "auto":
+            raise ConfigError(f"attention_backend={name!r} cannot run here: {error}; use 'reference'") from error
+        logger.warning("no compiled kernels, so everything is computed by the slow reference path: %s", error)
+        return "reference"
+    return "cpu" if name == "auto" else name
+
+
+def _kv_formats(config: EngineConfig, dtype: torch.dtype) -> tuple[str, str]:
+    """Names of the formats of keys and values."""
+    chosen = (config.key_cache_dtype or config.kv_cache_dtype, config.value_cache_dtype or config.kv_cache_dtype)
+    keys, values = (str(dtype).removeprefix("torch.") if name == "auto" else name for name in chosen)
+    return keys, values
 
 
 def _own_eos(tokenizer: Tokenizer | None) -> set[int]:

@@ -12,6 +12,7 @@ import torch
 from vtoken.attention.registry import BACKENDS
 from vtoken.memory.copy import Copy, CopyKind
 from vtoken.models.base import CausalLM
+from vtoken.planner.kv_memory import KVShape
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.worker.copy_engine import CopyEngine
 from vtoken.worker.kv_store import KVStore
@@ -35,7 +36,7 @@ class MeasuredCosts:
 class LocalExecutor:
     """Runs plans on one model in this process.
 
-    `kv_dtype` is the dtype of both stores; `num_host_blocks` may be 0. Raises ConfigError for an unknown backend and
+    `kv_shape` is that of both stores; `num_host_blocks` may be 0. Raises ConfigError for an unknown backend and
     for a pool that the system has no memory for.
     """
 
@@ -47,18 +48,14 @@ class LocalExecutor:
         block_size: int,
         num_host_blocks: int = 0,
         attention_backend: str = "reference",
-        kv_dtype: torch.dtype,
+        kv_shape: KVShape,
     ) -> None:
         self._model = model
         self.backend = BACKENDS[attention_backend]()
-        self.store = self._new_store(num_blocks, block_size, kv_dtype)
-        self.host_store = self._new_store(num_host_blocks, block_size, kv_dtype)
-        self.copies = CopyEngine(self.store, self.host_store)
+        self.store = KVStore(kv_shape, num_blocks, block_size)
+        self.host_store = KVStore(kv_shape, num_host_blocks, block_size)
+        self.copies = CopyEngine(self.store, self.host_store, compiled=self.backend.compiled)
         self._runner = ModelRunner(model, self.store, self.backend)
-
-    def _new_store(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVStore:
-        spec = self._model.spec
-        return KVStore(spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.block_size == self.store.block_size, "plan and store disagree on the block size"
@@ -84,15 +81,15 @@ class LocalExecutor:
         return MeasuredCosts(self._measure_copy(), self._measure_matmul())
 
     def _measure_copy(self) -> float:
-        block_size, dtype = self.store.block_size, self.store.dtype
-        num_blocks = max(1, _MEASURE_BYTES // (self.store.bytes_per_token * block_size))
-        scratch = [self._new_store(num_blocks, block_size, dtype) for _ in range(2)]
+        block_size, shape = self.store.block_size, self.store.shape
+        num_blocks = max(1, _MEASURE_BYTES // shape.bytes_per_block(block_size))
+        scratch = [KVStore(shape, num_blocks, block_size) for _ in range(2)]
         slots = np.arange(num_blocks * block_size)
-        engine = CopyEngine(*scratch)
+        engine = CopyEngine(*scratch, compiled=self.backend.compiled)
         out, back = (Copy(kind, slots, slots) for kind in (CopyKind.SWAP_OUT, CopyKind.SWAP_IN))
         for store in scratch:  # take the pages before the clock runs
-            for cache in (*store.keys, *store.values):
-                cache.zero_()
+            for tensor in store.tensors:
+                tensor.zero_()
         return 2 * scratch[0].nbytes / _best_seconds(lambda: engine.run((out, back)))
 
     def _measure_matmul(self) -> float:

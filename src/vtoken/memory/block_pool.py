@@ -31,7 +31,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         order = np.arange(num_blocks) if free_order is None else np.asarray(free_order)
-        if sorted(order.tolist()) != list(range(num_blocks)):
+        if not np.array_equal(np.sort(order), np.arange(num_blocks)):
             raise ValueError(f"free_order must name each of the {num_blocks} blocks once, got {list(order)}")
         self.refs: NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self.pins: NDArray[np.int32] = np.zeros(num_blocks, np.int32)

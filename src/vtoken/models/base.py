@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vtoken.attention.rotation import Rotation
 from vtoken.models.spec import ModelSpec
 
-# (layer index, q [T, num_heads, head_dim], k [T, num_kv_heads, head_dim], v like k) -> [T, num_heads, head_dim].
-# Queries and keys carry their rotation already; no input need be contiguous. The model never sees the cache.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer index, qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], rotation) -> [T, num_heads * head_dim].
+# Queries, keys and values of every token side by side, still to be turned by the rotation (None: the model has none);
+# the tensor may be overwritten. The model never sees the cache.
+Attend = Callable[[int, Tensor, Rotation | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,20 +60,25 @@ class CausalLM(nn.Module, ABC):
         """Name that a checkpoint may hold without need -> the name whose tensor it repeats."""
         return {}
 
+    def share_prepared(self) -> None:
+        """Called once the matrices are prepared: a table tied to one of them may let go of its own memory."""
+
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of weights, hidden states, keys and values."""
+        """Data type of hidden states, and of weights until `prepare_linears` holds them otherwise."""
         return next(self.parameters()).dtype
 
     @property
     def num_parameters(self) -> int:
-        """Weights held in memory; tied ones count once."""
+        """Weights of a model as it was loaded, before `prepare_linears`; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of memory the weights take; tied ones count once."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
+        """Bytes of memory the weights take, in whatever form they are held; tied ones count once."""
+        plain = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
+        prepared = [getattr(module, "prepared", None) for module in self.modules()]
+        return plain + sum(int(linear.nbytes) for linear in prepared if linear is not None)
 
     @property
     @abstractmethod

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from vtoken.base.cache import cache_dir, new_folder
 from vtoken.base.errors import CheckpointError
 from vtoken.base.registry import suggest
-from vtoken.models.cache import cache_dir, new_folder
 from vtoken.models.gguf import write_checkpoint
 
 

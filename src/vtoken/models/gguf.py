@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from vtoken.base.cache import cache_dir, new_folder
 from vtoken.base.errors import CheckpointError
-from vtoken.models.cache import cache_dir, new_folder
 
 _MAGIC: Final = b"GGUF"
 # Part of the cache key: raise it when the conversion writes something else.

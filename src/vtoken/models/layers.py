@@ -1,91 +1,18 @@
-"""The building blocks of a decoder, and the kernels that keep its rows apart.
+"""The building blocks of a decoder.
 
-The reference execution owes every token the same bits whatever the batch is. BLAS does not give that: it picks its
-kernel by the number of rows, so a row alone and the same row in a batch differ in the last bits. A product of one fixed
-shape comes closer, but only if the rows fall evenly on the kernel and on the threads: with MKL's AVX2 code the last two
-of 32 rows differ from the others, with its AVX-512 code none do. So the row count is chosen by trying.
+`__call__ = forward` in each of them leaves out the hooks of `nn.Module`, which nobody uses here: they cost two
+microseconds a call, and a step makes hundreds of calls.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vtoken.linear.base import LinearKernel, PreparedLinear
 from vtoken.models.base import WeightTarget
-
-# Best first: 48 is a multiple of 6, 8, 12, 16 and 24, the rows that BLAS kernels take at once, and costs a lone token
-# hardly more than fewer would. A single row has no neighbours; it is the slow way out that is always right.
-TILE_ROWS: Final = (48, 32, 24, 16, 8, 1)
-
-
-@cache
-def even_tile_rows(in_features: int, out_features: int, dtype: torch.dtype, has_bias: bool, num_threads: int) -> int:
-    """The first of `TILE_ROWS` with which this machine treats all rows of a product alike.
-
-    Tried with tiles of equal rows, whose results must be equal. `num_threads` is what torch uses: BLAS shares the rows
-    out among threads. Takes as much memory as the weight, for a moment.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    weight = (random(out_features, 1) * random(in_features)).to(dtype)
-    bias = random(out_features).to(dtype) if has_bias else None
-    # Many rows where they are short, since a few numbers may come out equal by luck.
-    samples = random(2 + 512 // out_features, in_features).to(dtype)
-
-    def is_even(num_rows: int) -> bool:
-        results = (F.linear(row.expand(num_rows, -1).contiguous(), weight, bias) for row in samples)
-        return all(torch.equal(result, result[:1].expand_as(result)) for result in results)
-
-    return next(num_rows for num_rows in TILE_ROWS if num_rows == 1 or is_even(num_rows))
-
-
-def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` in zero-padded tiles of one row count: x [T, in], weight [out, in], bias [out] -> [T, out].
-
-    Each tile lies in a fresh buffer, because a view into `x` may be aligned differently and BLAS may care.
-    """
-    num_rows, width = x.shape
-    tile_rows = even_tile_rows(width, len(weight), x.dtype, bias is not None, torch.get_num_threads())
-    out = x.new_empty(num_rows, len(weight))
-    for start in range(0, num_rows, tile_rows):
-        rows = x[start : start + tile_rows]
-        tile = x.new_zeros(tile_rows, width)
-        tile[: len(rows)] = rows
-        out[start : start + tile_rows] = F.linear(tile, weight, bias)[: len(rows)]
-    return out
-
-
-def rowwise_silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width].
-
-    Row by row: torch computes the elements behind the last full SIMD vector of a tensor, or of a thread's share of it,
-    by another exp than the rest, so in one call a row's bits would depend on where it lies.
-    """
-    gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(up, memory_format=torch.contiguous_format)
-    for row in range(len(out)):
-        out[row] = F.silu(gate[row])
-    return out.mul_(up)
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """How the per-token operations that cost time are computed. A faster set may trade bits for speed."""
-
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    silu_and_mul: Callable[[Tensor], Tensor]
-
-
-BATCH_INVARIANT = Kernels(linear=tiled_linear, silu_and_mul=rowwise_silu_and_mul)
+from vtoken.models.kernels import Kernels
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -94,18 +21,38 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`."""
+    """`x @ weight.T + bias`.
+
+    Once loaded, `prepare` may hand the weight to a faster kernel, which holds it in a form of its own.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, kernels: Kernels
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype)
-        self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
+        self.in_features, self.out_features = in_features, out_features
+        self.weight: nn.Parameter | None = empty_parameter(out_features, in_features, dtype=dtype)
+        self.bias: nn.Parameter | None = empty_parameter(out_features, dtype=dtype) if bias else None
         self._linear = kernels.linear
+        self.prepared: PreparedLinear | None = None
 
     def forward(self, x: Tensor) -> Tensor:  # [T, in_features] -> [T, out_features]
+        if self.prepared is not None:
+            return self.prepared(x)
+        assert self.weight is not None
         return self._linear(x, self.weight, self.bias)
+
+    __call__ = forward
+
+    def prepare(self, kernel: LinearKernel) -> PreparedLinear:
+        """Compute with `kernel` from now on, and let go of the weight: its memory returns unless something shares it.
+
+        Raises ConfigError for numbers that the kernel cannot hold.
+        """
+        assert self.weight is not None, "prepared twice"
+        self.prepared = kernel.prepare(self.weight.detach(), None if self.bias is None else self.bias.detach())
+        self.weight = self.bias = None
+        return self.prepared
 
     def weight_map(self, name: str, rows: slice | None = None) -> dict[str, WeightTarget]:
         """Targets of the checkpoint's layer `name`, which fills these rows of ours (None = all)."""
@@ -114,32 +61,45 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token id -> row of `weight`."""
+    """Token id -> row of `weight`, or of the prepared weight of the head it is tied to."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype)
+        self.weight: nn.Parameter | None = empty_parameter(vocab_size, hidden_size, dtype=dtype)
+        self._prepared: PreparedLinear | None = None
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [T] -> [T, hidden_size]
+        if self._prepared is not None:
+            return self._prepared.rows(token_ids)
+        assert self.weight is not None
         return F.embedding(token_ids, self.weight)
+
+    __call__ = forward
+
+    def weight_map(self, name: str) -> dict[str, WeightTarget]:
+        assert self.weight is not None
+        return {f"{name}.weight": WeightTarget(self.weight)}
+
+    def share(self, prepared: PreparedLinear) -> None:
+        """Read rows from a tied head's weight, where that kernel gives them back, and let go of the own table."""
+        if prepared.has_rows:
+            self._prepared, self.weight = prepared, None
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight`, the mean square in float32 (Zhang and Sennrich, arXiv 1910.07467).
+    """`x / rms(x) * weight`, the mean square in float32 (Zhang and Sennrich, arXiv 1910.07467), behind a residual."""
 
-    Sums over the last dimension of a contiguous tensor are taken row by row, and the rest is exactly rounded: no row
-    depends on another.
-    """
-
-    def __init__(self, width: int, eps: float, *, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, kernels: Kernels) -> None:
         super().__init__()
         self.weight = empty_parameter(width, dtype=dtype)
         self.eps = eps
+        self._add_rms_norm = kernels.add_rms_norm
 
-    def forward(self, x: Tensor) -> Tensor:  # [T, width] -> [T, width]
-        exact = x.float()
-        mean_square = exact.pow(2).mean(dim=-1, keepdim=True)  # [T, 1]
-        return self.weight * (exact * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
+    def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
+        """Add x to the residual, in place, and return the sum's norm: [T, width] each."""
+        return self._add_rms_norm(residual, x, self.weight, self.eps)
+
+    __call__ = forward
 
 
 class GatedMLP(nn.Module):
@@ -158,9 +118,11 @@ class GatedMLP(nn.Module):
         hidden: Tensor = self.down_proj(gated)
         return hidden
 
+    __call__ = forward
+
     def weight_map(self) -> dict[str, WeightTarget]:
         """Names below `mlp.`."""
-        width = self.down_proj.weight.shape[1]
+        width = self.down_proj.in_features
         return {
             **self.gate_up_proj.weight_map("gate_proj", slice(0, width)),
             **self.gate_up_proj.weight_map("up_proj", slice(width, None)),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vtoken.attention.rotation import Rotation
 from vtoken.base.errors import CheckpointError
 from vtoken.models.base import Attend, CausalLM, WeightTarget
 from vtoken.models.config import CheckpointConfig, read_model_spec
-from vtoken.models.layers import BATCH_INVARIANT, Embedding, GatedMLP, Kernels, Linear, RMSNorm
-from vtoken.models.rope import RopeParameters, RotaryEmbedding, apply_rotary
+from vtoken.models.kernels import BATCH_INVARIANT, Kernels
+from vtoken.models.layers import Embedding, GatedMLP, Linear, RMSNorm
+from vtoken.models.rope import RopeParameters, RotaryEmbedding
 from vtoken.models.spec import ModelSpec
 
 
@@ -19,7 +21,6 @@ class LlamaAttention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, *, bias: bool, dtype: torch.dtype, kernels: Kernels) -> None:
         super().__init__()
         self.layer = layer
-        self.head_dim = spec.head_dim
         self.q_size = spec.num_heads * spec.head_dim
         self.kv_size = spec.num_kv_heads * spec.head_dim
         self.qkv_proj = Linear(
@@ -27,12 +28,11 @@ class LlamaAttention(nn.Module):
         )
         self.o_proj = Linear(self.q_size, spec.hidden_size, bias=bias, dtype=dtype, kernels=kernels)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
-        heads = self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
-        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in heads)  # [T, heads, head_dim]
-        attended = attend(self.layer, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
-        out: Tensor = self.o_proj(attended.flatten(1))
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
+        out: Tensor = self.o_proj(attend(self.layer, self.qkv_proj(x), rotation))
         return out
+
+    __call__ = forward
 
     def weight_map(self) -> dict[str, WeightTarget]:
         """Names below `self_attn.`."""
@@ -51,11 +51,11 @@ class LlamaLayer(nn.Module):
     def __init__(self, config: CheckpointConfig, spec: ModelSpec, layer: int, dtype: torch.dtype, kernels: Kernels):
         super().__init__()
         eps = _norm_eps(config)
-        self.input_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype)
+        self.input_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype, kernels=kernels)
         self.self_attn = LlamaAttention(
             spec, layer, bias=config.flag("attention_bias", default=False), dtype=dtype, kernels=kernels
         )
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype, kernels=kernels)
         self.mlp = GatedMLP(
             spec.hidden_size,
             config.integer("intermediate_size"),
@@ -64,10 +64,13 @@ class LlamaLayer(nn.Module):
             kernels=kernels,
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        mlp_out: Tensor = self.mlp(self.post_attention_layernorm(x))
-        return x + mlp_out
+    def forward(self, residual: Tensor, x: Tensor | None, rotation: Rotation, attend: Attend) -> Tensor:
+        """Add x, what the layer before returned, to the residual; return what is to be added next. [T, hidden] each."""
+        x = self.self_attn(self.input_layernorm(residual, x), rotation, attend)
+        out: Tensor = self.mlp(self.post_attention_layernorm(residual, x))
+        return out
+
+    __call__ = forward
 
     def weight_map(self) -> dict[str, WeightTarget]:
         """Names below `model.layers.<i>.`."""
@@ -94,7 +97,7 @@ class Llama(CausalLM):
         spec = self.spec
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(LlamaLayer(config, spec, i, dtype, kernels) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, _norm_eps(config), dtype=dtype)
+        self.norm = RMSNorm(spec.hidden_size, _norm_eps(config), dtype=dtype, kernels=kernels)
         self.rotary = RotaryEmbedding(
             RopeParameters.from_config(config), spec.head_dim, max_positions=spec.max_position_embeddings
         )
@@ -104,11 +107,11 @@ class Llama(CausalLM):
             self.lm_head.weight = self.embed_tokens.weight
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self.embed_tokens(token_ids)  # [T, hidden_size]
-        cos, sin = self.rotary(positions)  # [T, head_dim / 2]
+        residual, x = self.embed_tokens(token_ids), None  # [T, hidden_size]
+        rotation = self.rotary(positions)
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        out: Tensor = self.norm(x)
+            x = layer(residual, x, rotation, attend)
+        out: Tensor = self.norm(residual, x)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ class Llama(CausalLM):
 
     def weight_map(self) -> dict[str, WeightTarget]:
         targets = {
-            "model.embed_tokens.weight": WeightTarget(self.embed_tokens.weight),
+            **self.embed_tokens.weight_map("model.embed_tokens"),
             "model.norm.weight": WeightTarget(self.norm.weight),
         }
         for i, layer in enumerate(self.layers):
@@ -128,10 +131,14 @@ class Llama(CausalLM):
     def tied_weights(self) -> dict[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.is_tied else {}
 
+    def share_prepared(self) -> None:
+        if self.is_tied and self.lm_head.prepared is not None:
+            self.embed_tokens.share(self.lm_head.prepared)
+
     @property
     def flops_per_token(self) -> int:
-        matrices = (parameter for parameter in self.layers.parameters() if parameter.ndim == 2)
-        return 2 * sum(parameter.numel() for parameter in matrices)
+        matrices = (module for module in self.layers.modules() if isinstance(module, Linear))
+        return 2 * sum(matrix.in_features * matrix.out_features for matrix in matrices)
 
 
 def _norm_eps(config: CheckpointConfig) -> float:

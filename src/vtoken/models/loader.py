@@ -16,6 +16,7 @@ from vtoken.base.errors import CheckpointError, ConfigError
 from vtoken.base.units import format_bytes
 from vtoken.models.base import CausalLM, WeightTarget
 from vtoken.models.config import read_config
+from vtoken.models.kernels import BATCH_INVARIANT, Kernels
 from vtoken.models.registry import model_class
 from vtoken.models.resolve import resolve_model
 from vtoken.models.shards import Shard, find_shards
@@ -40,7 +41,7 @@ def resolve_dtype(dtype: str) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def load_model(path: str | Path, dtype: str = "auto") -> CausalLM:
+def load_model(path: str | Path, dtype: str = "auto", kernels: Kernels = BATCH_INVARIANT) -> CausalLM:
     """Load a Hugging Face checkpoint folder (config.json, safetensors) for inference on the CPU.
 
     Everything that headers can tell is checked before memory is taken: files whole, each tensor there once and of the
@@ -48,7 +49,7 @@ def load_model(path: str | Path, dtype: str = "auto") -> CausalLM:
     is one model and one tensor. Raises CheckpointError with what was expected, what was found and what to do.
     """
     config = read_config(Path(path))
-    build = partial(model_class(config.architecture), config, resolve_dtype(dtype))
+    build = partial(model_class(config.architecture), config, resolve_dtype(dtype), kernels)
     with torch.device("meta"):  # shapes without memory: the config may ask for any amount
         outline = build()
     targets = outline.weight_map()

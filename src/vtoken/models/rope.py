@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vtoken.attention.rotation import Rotation
 from vtoken.base.errors import CheckpointError
 from vtoken.models.config import CheckpointConfig, ConfigSection
 
@@ -126,13 +127,13 @@ class RotaryEmbedding(nn.Module):
         self._sin = torch.empty(num_rows, head_dim // 2)
         self._num_filled = 0  # rows [0, _num_filled) of both tables are valid
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin: float32 [T, head_dim / 2] each."""
+    def forward(self, positions: Tensor) -> Rotation:
+        """The turn of each of the positions [T]."""
         last = int(positions.max()) if len(positions) else -1
         assert last < self._max_positions, f"position {last} is beyond the model's {self._max_positions}"
         while self._num_filled <= last:
             self._fill_chunk()
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
     def _fill_chunk(self) -> None:
         rows = slice(self._num_filled, self._num_filled + TABLE_CHUNK)
@@ -140,10 +141,3 @@ class RotaryEmbedding(nn.Module):
         self._cos[rows] = angles.cos()
         self._sin[rows] = angles.sin()
         self._num_filled = rows.stop
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [T, heads, head_dim] by cos, sin [T, head_dim / 2]; float32 inside, the dtype of `x` outside."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

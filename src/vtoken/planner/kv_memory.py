@@ -1,6 +1,7 @@
 """The one home of KV arithmetic: bytes a token, blocks in a budget, lengths that fit.
 
-bytes = layers x 2 (keys, values) x kv_heads x head_dim x bytes an element, for each token of each sequence.
+bytes = layers x 2 (keys, values) x kv_heads x head_dim x bytes an element, for each token of each sequence;
+formats with scales add a float32 a head to each.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from vtoken.base import host_memory
 from vtoken.base.config import EngineConfig
 from vtoken.base.errors import ConfigError
+from vtoken.base.kv_format import KV_FORMATS, KVFormat
 from vtoken.base.units import format_bytes
 
 DEFAULT_SHARE = 0.5  # of the memory that is available once the weights are loaded
@@ -20,18 +22,28 @@ DEFAULT_LIMIT = 4 * 1024**3  # bytes: a small model on a big host should not tak
 class KVShape:
     """What one token's keys and values look like in a model.
 
-    >>> KVShape(num_layers=32, num_kv_heads=8, head_dim=128, bytes_per_element=2).bytes_per_token  # Llama-3.1-8B, bf16
+    >>> KVShape(num_layers=32, num_kv_heads=8, head_dim=128, key_dtype="bfloat16").bytes_per_token  # Llama-3.1-8B
     131072
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    bytes_per_element: int
+    key_dtype: str  # a name in KV_FORMATS
+    value_dtype: str | None = None  # None = like the keys
+
+    @property
+    def key_format(self) -> KVFormat:
+        return KV_FORMATS[self.key_dtype]
+
+    @property
+    def value_format(self) -> KVFormat:
+        return KV_FORMATS[self.value_dtype or self.key_dtype]
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        heads = self.num_layers * self.num_kv_heads
+        return heads * sum(form.bytes_per_head(self.head_dim) for form in (self.key_format, self.value_format))
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size

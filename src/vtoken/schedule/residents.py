@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Sequence as SequenceOf
 
@@ -209,7 +209,7 @@ class Residents:
         self._lanes = None
 
     def _leave(self, request: Request) -> None:
-        self.running.remove(request)
+        _take_out(self.running, request)
         self.num_running -= len(request.unfinished)
         self._lanes = None
 
@@ -246,7 +246,7 @@ class Residents:
         self._lanes = None
         self.is_blocked = False
         if not sequence.request.unfinished:
-            self.running.remove(sequence.request)
+            _take_out(self.running, sequence.request)
 
     # --- what happens to a text on its way: deaths and forks --------------------------------------------------------
 
@@ -292,6 +292,13 @@ class Residents:
                 self._set_cut(twin, choice.request.num_prompt_tokens)
                 self._lanes = None
             self._set_cut(lane, leader.request.num_prompt_tokens)
+
+
+def _take_out(queue: list[Request], request: Request) -> None:
+    """Remove a request from a queue in order of arrival, without comparing it with all that came before it."""
+    place = bisect_left(queue, request.index, key=lambda r: r.index)
+    assert queue[place] is request, "a request is in the queue that its status names"
+    del queue[place]
 
 
 def _peak_live(died_at: dict[int, int], length: int) -> int:

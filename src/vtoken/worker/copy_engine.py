@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vtoken.kernels import copy as kernels
 from vtoken.memory.copy import Copy, CopyKind
 from vtoken.worker.kv_store import KVStore
 
@@ -23,12 +24,15 @@ class CopyEngine:
 
     Ordered copies are done when `run` returns. Beside-copies (those with a ticket) run on one thread of their own, one
     after the other; `poll` tells which have ended. That nobody touches their cells meanwhile is the books' promise.
+
+    `compiled` moves cells by the compiled kernels instead of torch's indexing; the result is the same.
     """
 
-    def __init__(self, device: KVStore, host: KVStore) -> None:
-        assert (device.block_size, device.dtype) == (host.block_size, host.dtype), "stores must have one layout"
+    def __init__(self, device: KVStore, host: KVStore, *, compiled: bool = False) -> None:
+        assert (device.block_size, device.shape) == (host.block_size, host.shape), "stores must have one layout"
         self._device = device
         self._host = host
+        self._compiled = compiled
         self._thread: ThreadPoolExecutor | None = None  # started by the first beside-copy
         self._beside: dict[int, Future[None]] = {}  # ticket -> its copy, in the order they were given
         self._never_started: list[int] = []
@@ -96,13 +100,16 @@ class CopyEngine:
                     self._copy_blocks(self._host, self._device, copy)
         with self._counts_lock:
             self.num_copies[copy.kind] += 1
-            self.bytes_copied[copy.kind] += len(copy) * self._device.bytes_per_token
+            self.bytes_copied[copy.kind] += len(copy) * self._device.shape.bytes_per_token
 
     def _copy_slots(self, copy: Copy) -> None:
+        if self._compiled:
+            kernels.copy_slots(self._device.tensors, copy.src, copy.dst, _num_threads(copy))
+            return
         src_blocks, src_offsets = self._split(copy.src)
         dst_blocks, dst_offsets = self._split(copy.dst)
-        for cache in (*self._device.keys, *self._device.values):
-            cache[dst_blocks, :, dst_offsets] = cache[src_blocks, :, src_offsets]
+        for tensor in self._device.tensors:
+            tensor[dst_blocks, :, dst_offsets] = tensor[src_blocks, :, src_offsets]
 
     def _split(self, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         blocks, offsets = np.divmod(slots, self._device.block_size)
@@ -110,14 +117,21 @@ class CopyEngine:
 
     def _copy_blocks(self, source: KVStore, target: KVStore, copy: Copy) -> None:
         src, dst = self._blocks(copy.src), self._blocks(copy.dst)
-        sources, targets = (*source.keys, *source.values), (*target.keys, *target.values)
-        for read, write in zip(sources, targets, strict=True):
-            write.index_copy_(0, dst, read.index_select(0, src))
+        if self._compiled:
+            kernels.copy_blocks(source.tensors, target.tensors, src, dst, _num_threads(copy))
+            return
+        for read, write in zip(source.tensors, target.tensors, strict=True):
+            write.index_copy_(0, torch.from_numpy(dst), read.index_select(0, torch.from_numpy(src)))
 
-    def _blocks(self, slots: NDArray[np.int64]) -> Tensor:
+    def _blocks(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Ids of the whole blocks that the slots of a swap name."""
         size = self._device.block_size
         blocks = slots[::size] // size
         whole = (blocks[:, None] * size + np.arange(size)).ravel()
         assert np.array_equal(whole, slots), "a swap names whole blocks, their slots in order"
-        return torch.from_numpy(blocks)
+        return blocks
+
+
+def _num_threads(copy: Copy) -> int:
+    """All of torch's for an ordered copy, which nothing else runs beside; a beside-copy has its own thread only."""
+    return torch.get_num_threads() if copy.ticket is None else 1

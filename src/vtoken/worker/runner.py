@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vtoken.attention.base import AttentionBackend
 from vtoken.attention.metadata import AttentionMetadata
+from vtoken.attention.rotation import Rotation
 from vtoken.models.base import CausalLM
 from vtoken.schedule.plan import StepPlan
 from vtoken.worker.kv_store import KVStore
@@ -42,7 +43,7 @@ class ModelRunner:
             assert not len(plan.sampling), "a draw needs a slice"
             return RunnerOutput(np.zeros(0, np.int32), {}, meta.statistics)
         hidden = self._forward(plan, meta)
-        tokens, errors = sample(self._logits(plan, hidden), plan.sampling)
+        tokens, errors = sample(self._logits(plan, hidden), plan.sampling, compiled=self._backend.compiled)
         return RunnerOutput(tokens, errors, meta.statistics)
 
     def _forward(self, plan: StepPlan, meta: AttentionMetadata) -> Tensor:
@@ -50,11 +51,12 @@ class ModelRunner:
         specs = self._model.spec.layers
         slots = torch.from_numpy(plan.write_slots.astype(np.int64))
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
             # Written for all slices before any attends: one may have matched blocks that another fills in this plan.
-            k, v = self._store.write(layer, k, v, slots)
-            keys, values = self._store.keys[layer], self._store.values[layer]
-            return self._backend.attend(specs[layer], q, k, v, keys, values, meta)
+            cache = self._store.layers[layer]
+            q, k, v = self._backend.write(qkv, rotation, cache, slots)
+            out = self._backend.attend(specs[layer], q, k, v, cache, meta).flatten(1)
+            return out if out.dtype == qkv.dtype else out.to(qkv.dtype)
 
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
         return self._model.hidden_states(token_ids, torch.from_numpy(meta.positions), attend)
@@ -63,4 +65,7 @@ class ModelRunner:
         """[N, vocab_size] one row a draw, computed once a slice."""
         slices, row_of_draw = np.unique(plan.sampling.slices, return_inverse=True)
         last_tokens = torch.from_numpy(plan.starts[slices + 1].astype(np.int64) - 1)
-        return self._model.logits(hidden[last_tokens])[torch.from_numpy(row_of_draw)]
+        logits = self._model.logits(hidden[last_tokens])
+        # The usual case, a draw a slice in order, needs no copy of what may be the largest tensor of a step.
+        is_identity = len(row_of_draw) == len(slices) and np.array_equal(row_of_draw, np.arange(len(slices)))
+        return logits if is_identity else logits[torch.from_numpy(row_of_draw)]

@@ -13,20 +13,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtoken.base.hashing import uniform
+from vtoken.kernels.sampling import RowStatus, sample_rows
 from vtoken.schedule.plan import SamplingBatch
+
+_UNUSABLE = (
+    "the model's logits hold {} values, so no token can be drawn; with dtype='float16' numbers may overflow: try "
+    "'bfloat16' or 'float32'"
+)
+_REASONS = {
+    RowStatus.NAN: _UNUSABLE.format("NaN"),
+    RowStatus.INFINITE: _UNUSABLE.format("infinite"),
+    RowStatus.RULED_OUT: "the model ruled out every token (all logits are -inf)",
+}
 
 _ELEMENTS_AT_ONCE = 2**22  # of float64 probabilities: bounds the memory of a large batch to some hundred MiB
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int32], dict[int, str]]:
+def sample(logits: Tensor, batch: SamplingBatch, *, compiled: bool = False) -> tuple[NDArray[np.int32], dict[int, str]]:
     """One token a row of `logits` [N, vocab] float32, and the rows that failed with the reason.
 
     Greedy rows take the highest logit, the lowest index among equals. The others apply temperature, min_p, top_k and
     top_p in this order (as vLLM does); top_k keeps exactly k tokens, the lower index among equals. A row with a NaN,
     an infinite or no finite logit gets token -1 and an error; other rows are untouched by it.
+
+    `compiled` draws by the compiled kernel: the same tokens, but for a uniform number within rounding of a boundary.
     """
     num_rows, vocab_size = logits.shape
     assert num_rows == len(batch), "one row of logits a draw"
+    if compiled:
+        uniforms = uniform(batch.seeds, batch.choices, batch.indices)
+        limits = batch.temperature, batch.min_p, batch.top_p, batch.top_k
+        tokens, statuses = sample_rows(logits, batch.is_greedy, *limits, uniforms)
+        return tokens, {int(row): _REASONS[RowStatus(statuses[row])] for row in np.flatnonzero(statuses)}
     tokens = np.full(num_rows, -1, dtype=np.int32)
     errors = _errors(logits)
     good = np.ones(num_rows, dtype=np.bool_)
@@ -54,14 +72,8 @@ def _errors(logits: Tensor) -> dict[int, str]:
     errors: dict[int, str] = {}
     for row in torch.nonzero(~torch.isfinite(peak)).flatten().tolist():
         value = peak[row].item()
-        if value == -torch.inf:
-            errors[row] = "the model ruled out every token (all logits are -inf)"
-        else:
-            what = "NaN" if value != value else "infinite"
-            errors[row] = (
-                f"the model's logits hold {what} values, so no token can be drawn; with dtype='float16' numbers may "
-                "overflow: try 'bfloat16' or 'float32'"
-            )
+        status = RowStatus.NAN if value != value else RowStatus.INFINITE if value > 0 else RowStatus.RULED_OUT
+        errors[row] = _REASONS[status]
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Where converted and fetched models are kept: `$VTOKEN_CACHE`, else `~/.cache/vtoken`."""
+"""Where converted models, compiled kernels and measurements are kept: `$VTOKEN_CACHE`, else `~/.cache/vtoken`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cache_dir() -> Path:
         path.is_dir()  # raises where no folder could ever be
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"no model cache in {chosen} ({reason}); set VTOKEN_CACHE to another folder") from error
+        raise CheckpointError(f"no cache in {chosen} ({reason}); set VTOKEN_CACHE to another folder") from error
     return path
 
 
@@ -35,9 +35,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         work.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(
-            f"the model cache cannot be written ({error}); set VTOKEN_CACHE to another folder"
-        ) from error
+        raise CheckpointError(f"the cache cannot be written ({error}); set VTOKEN_CACHE to another folder") from error
     try:
         yield work
         try:

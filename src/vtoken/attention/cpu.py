@@ -1,0 +1,135 @@
+"""CPU attention: the compiled kernels, which read the paged cache in place."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vtoken.attention.base import AttentionBackend
+from vtoken.attention.cache import LayerCache
+from vtoken.attention.metadata import ATTENTION, AttentionMetadata
+from vtoken.attention.rotation import Rotation
+from vtoken.attention.spec import AttentionSpec
+from vtoken.kernels import fused
+from vtoken.kernels.attend import AttendArgs, attend
+
+
+class CpuAttention(AttentionBackend):
+    """Attention in float32 by `kernels/csrc/attention*.cpp`. Any head count, head width, block size and KV format.
+
+    Nothing is gathered and no dead cell is read. A slice's result depends on that slice alone: threads and neighbours
+    do not change a bit of it. Where its tokens lie in memory does, within rounding.
+
+    `num_threads` None = those of torch at each call. `isa` is one of `kernels.compiler.ISA_FLAGS`, for tests.
+    """
+
+    statistics: ClassVar[frozenset[str]] = frozenset({ATTENTION})
+    compiled: ClassVar[bool] = True
+    needs_row_positions: ClassVar[bool] = False
+
+    def __init__(self, num_threads: int | None = None, isa: str = "native") -> None:
+        super().__init__()
+        self.num_threads = num_threads
+        self.isa = isa
+        self._step: _Step | None = None
+
+    def write(
+        self, qkv: Tensor, rotation: Rotation | None, cache: LayerCache, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = qkv.float().contiguous()
+        keys, values = cache.keys, cache.values
+        _, num_kv_heads, block_size, head_dim = keys.cells.shape
+        fused.rotate_and_write(
+            qkv,
+            None if rotation is None else (rotation.cos, rotation.sin),
+            slots,
+            (num_kv_heads, block_size, head_dim),
+            (keys.address, keys.scale_address, keys.form.code),
+            (values.address, values.scale_address, values.form.code),
+        )
+        heads = qkv.view(len(qkv), -1, head_dim)
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        return heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        cache: LayerCache,
+        meta: AttentionMetadata,
+    ) -> Tensor:
+        dtype = q.dtype
+        q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
+        num_tokens, num_heads, head_dim = q.shape
+        keys, values = cache.keys, cache.values
+        _, num_kv_heads, block_size, width = keys.cells.shape
+        assert k_new.shape == v_new.shape == (num_tokens, num_kv_heads, head_dim)
+        assert (head_dim, block_size) == (width, meta.block_size)
+        assert num_heads % num_kv_heads == 0
+        out = torch.empty(num_tokens, num_heads, head_dim)
+        if not num_tokens:
+            return out.to(dtype)
+        if self._step is None or self._step.meta is not meta:
+            self._step = _Step(meta, self.num_threads or torch.get_num_threads())
+        args = self._step.args
+        args.q, args.k_new, args.v_new, args.out = q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), out.data_ptr()
+        args.q_stride, args.k_stride, args.v_stride = q.stride(0), k_new.stride(0), v_new.stride(0)
+        args.keys, args.key_scales, args.key_format = keys.address, keys.scale_address, keys.form.code
+        args.values, args.value_scales, args.value_format = values.address, values.scale_address, values.form.code
+        args.num_heads, args.num_kv_heads, args.head_dim = num_heads, num_kv_heads, head_dim
+        args.scale, args.soft_cap, args.window = spec.scale, spec.soft_cap or 0.0, spec.window or 0
+        attend(args, self.isa)
+        self.slots_read += args.slots_read
+        return out if dtype == torch.float32 else out.to(dtype)
+
+
+class _Step:
+    """The arguments of the kernels with all that concerns the plan filled in once; each layer fills in the rest."""
+
+    def __init__(self, meta: AttentionMetadata, num_threads: int) -> None:
+        self.meta = meta
+        num_slices, num_entries = meta.block_tables.shape
+        assert meta.masks.shape == (num_slices, num_entries, -(-meta.block_size // 32))
+        assert meta.row_positions is None or meta.row_positions.shape == (num_slices, num_entries * meta.block_size)
+        arrays = {
+            "starts": _array(np.array(meta.starts), np.int32),
+            "positions": _array(meta.positions, np.int64),
+            "tables": _array(meta.block_tables, np.int32),
+            "masks": _array(meta.masks, np.uint32),
+            "past_live": _array(meta.past_live, np.int32),
+            "write_rows": _array(meta.write_rows, np.int32),
+        }
+        if meta.row_positions is not None:
+            arrays["row_positions"] = _array(meta.row_positions, np.int32)
+        mass = meta.statistics.get(ATTENTION)
+        if mass is not None:
+            assert mass.dtype == np.float64
+            assert mass.flags.c_contiguous
+            arrays["mass"] = mass
+        self._alive = arrays  # the kernels read their memory
+        self.args = AttendArgs(
+            num_slices=num_slices,
+            num_entries=num_entries,
+            block_size=meta.block_size,
+            mass_stride=0 if mass is None else mass.shape[1],
+            num_threads=num_threads,
+            **{name: array.ctypes.data for name, array in arrays.items()},
+        )
+
+
+def _array(values: NDArray[np.generic], dtype: type[np.generic]) -> NDArray[np.generic]:
+    return np.ascontiguousarray(values, dtype=dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [T, heads, head_dim] as float32, each token one contiguous run; tokens may lie apart."""
+    _, heads, width = x.shape
+    if x.dtype == torch.float32 and (width == 1 or x.stride(2) == 1) and (heads == 1 or x.stride(1) == width):
+        return x
+    return x.float().contiguous()

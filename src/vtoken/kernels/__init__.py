@@ -1,0 +1,1 @@
+"""Kernels in C++, compiled for the very machine on first use."""

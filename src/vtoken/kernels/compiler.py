@@ -1,0 +1,129 @@
+"""Compile the C++ kernels for this machine, once, and keep the result.
+
+The library lies in the cache under a key of everything that decides its code: sources, flags, compiler, processor and
+torch. A changed machine or version therefore compiles anew, and an old library is never loaded by mistake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from vtoken.base.cache import cache_dir, new_folder
+from vtoken.base.errors import CheckpointError, VtokenError
+
+logger = logging.getLogger("vtoken")
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY_NAME = "vtoken_kernels.so"
+
+# `-ffp-contract=fast` lets `a * b + c` on vectors become one instruction. No -ffast-math: NaN and infinity must stay
+# what they are. OpenMP without a runtime of our own: torch has loaded libgomp, whose threads are then shared.
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+# `simd.h` picks its vector width from what these switch on.
+ISA_FLAGS = {
+    "native": ("-march=native",),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+    "portable": (),
+}
+
+
+class KernelsUnavailable(VtokenError):
+    """There are no compiled kernels on this machine; the message says why, in one line."""
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler: `$CXX`, else g++ or clang++ on the path, else None."""
+    chosen = os.environ.get("CXX")
+    names = (chosen,) if chosen else ("g++", "clang++", "c++")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def build(isa: str = "native") -> Path:
+    """Path of the compiled library, compiled now if this machine has not done so before.
+
+    `isa` is one of `ISA_FLAGS`: "native" is for use, the others let tests run the code of lesser machines. Raises
+    KernelsUnavailable with the reason.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        chosen = os.environ.get("CXX")
+        raise KernelsUnavailable(
+            f"CXX={chosen} is not a program on this machine" if chosen else "no C++ compiler (g++ or clang++) was found"
+        )
+    flags = (*FLAGS, *ISA_FLAGS[isa])
+    try:
+        target = cache_dir() / "kernels" / _key(compiler, flags)
+        if not (target / LIBRARY_NAME).is_file():
+            with new_folder(target) as folder:
+                logger.info("compiling the CPU kernels for this machine, once; this takes some seconds")
+                _compile(compiler, flags, folder / LIBRARY_NAME)
+    except CheckpointError as error:  # the cache cannot be written
+        raise KernelsUnavailable(str(error)) from error
+    return target / LIBRARY_NAME
+
+
+def _compile(compiler: str, flags: tuple[str, ...], output: Path) -> None:
+    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
+    try:
+        # Each source apart and at the same time: the largest one decides how long it takes.
+        objects = [output.with_name(Path(source).stem + ".o") for source in sources]
+        running = [
+            subprocess.Popen(
+                [compiler, *flags, "-c", "-o", str(made), source],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        for process in running:
+            said, _ = process.communicate()
+            if process.returncode:
+                raise KernelsUnavailable(f"{compiler} cannot compile the kernels: {_first_error(said)}")
+        command = [compiler, *flags, "-o", str(output), *map(str, objects)]
+        linked = subprocess.run(command, capture_output=True, text=True, check=False)
+        if linked.returncode:
+            raise KernelsUnavailable(f"{compiler} cannot link the kernels: {_first_error(linked.stderr)}")
+        for made in objects:
+            made.unlink()
+    except OSError as error:
+        raise KernelsUnavailable(f"{compiler} cannot be run: {error}") from error
+
+
+def _first_error(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "it gave no reason")
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
+    """Name of the folder for what this compiler makes of our sources on this processor."""
+    digest = hashlib.blake2b(digest_size=10)
+    status = os.stat(compiler)
+    parts = [compiler, str(status.st_size), str(status.st_mtime_ns), *flags, torch.__version__, machine_id()]
+    digest.update("\0".join(parts).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def machine_id() -> str:
+    """What decides which instructions this processor has and how fast they are: its model and feature flags."""
+    facts = [platform.machine(), platform.processor(), str(os.cpu_count())]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return " ".join(facts)
+    for name in ("model name", "flags", "Features"):
+        facts += [line.partition(":")[2].strip() for line in lines if line.startswith(name)][:1]
+    return " ".join(facts)

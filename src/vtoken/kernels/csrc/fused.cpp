@@ -1,0 +1,160 @@
+// The small operations between matrix products, each one pass over its data.
+#include <cmath>
+
+#include "kv_format.h"
+
+namespace vtoken {
+namespace {
+
+constexpr int64_t kWorthAThread = 16384;  // elements below which a second thread costs more than it brings
+
+// e^-x and so the gate: x / (1 + e^-x).
+inline Vec silu(Vec x) { return x / (splat(1.0f) + exp(-x)); }
+
+void norm_row(float* residual, const float* x, const float* weight, float* out, int64_t width, float eps) {
+  Vec squares{};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    Vec v = load(residual + i);
+    if (x) {
+      v += load(x + i);
+      store(residual + i, v);
+    }
+    squares = fma(v, v, squares);
+  }
+  for (; i < width; ++i) {
+    if (x) residual[i] += x[i];
+    rest += residual[i] * residual[i];
+  }
+  const float factor = 1.0f / std::sqrt((sum(squares) + rest) / float(width) + eps);
+  for (i = 0; i + kLanes <= width; i += kLanes) store(out + i, load(residual + i) * splat(factor) * load(weight + i));
+  for (; i < width; ++i) out[i] = residual[i] * factor * weight[i];
+}
+
+void gate_row(const float* gate, const float* up, float* out, int64_t width) {
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) store(out + i, silu(load(gate + i)) * load(up + i));
+  for (; i < width; ++i) out[i] = silu(splat(gate[i]))[0] * up[i];
+}
+
+// Element i with element i + half, in place.
+void rotate_head(float* x, const float* cos, const float* sin, int64_t half) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Vec a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = b * cos[i] + a * sin[i];
+  }
+}
+
+// The inverse of its scale turns a head into codes; see `quant.kv_format` for zeros, NaN and infinities.
+float scale_of(const float* x, int64_t width, float largest, bool* finite) {
+  float most = 0;
+  *finite = true;
+  for (int64_t i = 0; i < width; ++i) {
+    const float magnitude = std::fabs(x[i]);
+    if (!(magnitude <= 3.402823466e38f)) *finite = false;
+    most = magnitude > most ? magnitude : most;
+  }
+  return *finite ? most / largest : std::nanf("");
+}
+
+template <KVFormat F>
+void encode_head(float* x, void* cells, int64_t at, float* scale, int64_t width) {
+  if constexpr (F == kFloat32) {
+    std::memcpy(static_cast<float*>(cells) + at, x, width * sizeof(float));
+  } else if constexpr (F == kFloat16 || F == kBFloat16) {
+    uint16_t* to = static_cast<uint16_t*>(cells) + at;
+    for (int64_t i = 0; i < width; ++i) {
+      to[i] = F == kFloat16 ? float_to_half(x[i]) : float_to_bfloat(x[i]);
+      x[i] = decode_one<F>(to, i);
+    }
+  } else {
+    bool finite;
+    const float s = scale_of(x, width, F == kInt8 ? kInt8Max : kFp8Max, &finite);
+    *scale = s;
+    uint8_t* to = static_cast<uint8_t*>(cells) + at;
+    for (int64_t i = 0; i < width; ++i) {
+      float code = finite && s > 0 ? x[i] / s : 0.0f;
+      if (!std::isfinite(code)) code = 0.0f;
+      if constexpr (F == kInt8) {
+        code = std::nearbyint(code);
+        code = code > kInt8Max ? kInt8Max : code < -kInt8Max ? -kInt8Max : code;
+        to[i] = uint8_t(int8_t(code));
+      } else {
+        to[i] = float_to_fp8(code);
+      }
+      x[i] = decode_one<F>(to, i) * s;
+    }
+  }
+}
+
+typedef void (*EncodeHead)(float*, void*, int64_t, float*, int64_t);
+constexpr EncodeHead kEncoders[] = {encode_head<kFloat32>, encode_head<kFloat16>, encode_head<kBFloat16>,
+                                    encode_head<kFp8E4M3>, encode_head<kInt8>};
+
+}  // namespace
+}  // namespace vtoken
+
+extern "C" {
+
+// out = norm(residual + x) * weight, all [rows, width]; the sum is left in `residual`. `x` may be null.
+void vtoken_add_rms_norm(float* residual, const float* x, const float* weight, float* out, int64_t rows, int64_t width,
+                         float eps, int32_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * width > vtoken::kWorthAThread)
+  for (int64_t r = 0; r < rows; ++r)
+    vtoken::norm_row(residual + r * width, x ? x + r * width : nullptr, weight, out + r * width, width, eps);
+}
+
+// out [rows, width] = silu(gate) * up from gate_up [rows, 2 * width], the gate first.
+void vtoken_silu_and_mul(const float* gate_up, float* out, int64_t rows, int64_t width, int32_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * width > vtoken::kWorthAThread)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* gate = gate_up + r * 2 * width;
+    vtoken::gate_row(gate, gate + width, out + r * width, width);
+  }
+}
+
+struct WriteArgs {
+  float* qkv;       // [T, (num_heads + 2 * num_kv_heads) * head_dim]; keys and values become what the cache holds
+  int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+  const float* cos;  // [T, rotary_dim / 2], or null
+  const float* sin;
+  int64_t rotary_dim;
+  const int64_t* slots;  // [T]
+  void* keys;            // [num_blocks, num_kv_heads, block_size, head_dim]
+  void* values;
+  float* key_scales;  // [num_blocks, num_kv_heads, block_size], or null
+  float* value_scales;
+  int32_t key_format, value_format, num_threads;
+};
+
+// Turn queries and keys, and store keys and values in their slots.
+void vtoken_rotate_and_write(const WriteArgs* args) {
+  const WriteArgs& a = *args;
+  const int64_t row = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, half = a.rotary_dim / 2;
+  const vtoken::EncodeHead encode_key = vtoken::kEncoders[a.key_format];
+  const vtoken::EncodeHead encode_value = vtoken::kEncoders[a.value_format];
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_threads > 1 && a.num_tokens * row > vtoken::kWorthAThread)
+  for (int64_t t = 0; t < a.num_tokens; ++t) {
+    float* heads = a.qkv + t * row;
+    if (a.cos)
+      for (int64_t h = 0; h < a.num_heads + a.num_kv_heads; ++h)
+        vtoken::rotate_head(heads + h * a.head_dim, a.cos + t * half, a.sin + t * half, half);
+    const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+    for (int64_t h = 0; h < a.num_kv_heads; ++h) {
+      const int64_t cell = (block * a.num_kv_heads + h) * a.block_size + offset;
+      float* key = heads + (a.num_heads + h) * a.head_dim;
+      float* value = key + a.num_kv_heads * a.head_dim;
+      encode_key(key, a.keys, cell * a.head_dim, a.key_scales ? a.key_scales + cell : nullptr, a.head_dim);
+      encode_value(value, a.values, cell * a.head_dim, a.value_scales ? a.value_scales + cell : nullptr, a.head_dim);
+    }
+  }
+}
+}

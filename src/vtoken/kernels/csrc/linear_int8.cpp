@@ -1,0 +1,162 @@
+// Linear layers on int8 weights with activations quantised by row and group of 32: integer sums within a group, float32
+// beyond it. A row is quantised by its own numbers and summed in one order, so its bits do not depend on other rows.
+#include "linear_parts.h"
+
+namespace vtoken {
+namespace {
+
+constexpr int kMaxRows = kLanes == 16 ? 6 : 3;  // two integer and two float accumulators each
+
+// A row's share of LinearArgs::scratch, apart for all rows: codes [rows, groups, 32], scales and corrections [rows,
+// groups]. Weights are stored as code + 128 since the instruction wants one unsigned factor, so 128 times the sum of the
+// activations has to go.
+struct Quantised {
+  int8_t* codes;
+  float* scales;
+  int32_t* corrections;
+  int64_t groups;
+  Quantised(const LinearArgs& a) : codes((int8_t*)a.scratch), groups(int8_groups(a.in_features)) {
+    scales = (float*)(a.scratch + a.num_rows * groups * kGroup32);
+    corrections = (int32_t*)(scales + a.num_rows * groups);
+  }
+};
+
+void quantise_group(const float* x, int8_t* codes, float* scale, int32_t* correction) {
+  typedef int8_t Narrow __attribute__((vector_size(kLanes)));
+  Vec largest{};
+  bool finite = true;
+  for (int i = 0; i < kGroup32; i += kLanes) {
+    const Vec v = load(x + i), size = bitcast(bitcast(v) & 0x7fffffff);
+    largest = max(largest, size);
+    for (int lane = 0; lane < kLanes; ++lane) finite &= bool((bitcast(size))[lane] < 0x7f800000);
+  }
+  const float most = peak(largest);
+  // Infinity has no code: like NaN it makes the row's results NaN.
+  *scale = finite ? most / 127 : __builtin_nanf("");
+  const float inverse = finite && most > 0 ? 127 / most : 0;
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+  VecInt total{};
+  for (int i = 0; i < kGroup32; i += kLanes) {
+    Vec scaled = load(x + i) * splat(finite && inverse < 0x1p120f ? inverse : 0);
+    const VecInt code = finite ? bitcast(scaled + magic) - bitcast(magic) : VecInt{};
+    total += code;
+    const Narrow narrow = __builtin_convertvector(code, Narrow);
+    std::memcpy(codes + i, &narrow, kLanes);
+  }
+  int32_t sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
+  *correction = -128 * sum;
+}
+
+void quantise_row(const LinearArgs& a, const Quantised& to, int64_t row) {
+  const float* x = a.x + row * a.x_stride;
+  for (int64_t g = 0; g < to.groups; ++g) {
+    const int64_t at = row * to.groups + g, left = a.in_features - g * kGroup32;
+    float padded[kGroup32] = {};
+    if (left < kGroup32) std::memcpy(padded, x + g * kGroup32, left * sizeof(float));
+    quantise_group(left < kGroup32 ? padded : x + g * kGroup32, to.codes + at * kGroup32, to.scales + at,
+                   to.corrections + at);
+  }
+}
+
+// Each lane: acc + the sum of four unsigned bytes of w times four signed bytes of x.
+inline VecInt dot4(VecInt acc, VecInt w, VecInt x) {
+#if defined(VTOKEN_AVX512) && defined(__AVX512VNNI__)
+  return (VecInt)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(VTOKEN_AVX2) && defined(__AVXVNNI__)
+  return (VecInt)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+#else
+  // vpmaddubsw would saturate. As 16-bit numbers, bytes 0 and 2, then 1 and 3.
+  typedef int16_t Short __attribute__((vector_size(kLanes * 4)));
+  typedef uint16_t UnsignedShort __attribute__((vector_size(kLanes * 4)));
+  const Short w_even = (Short)w & 255, w_odd = (Short)((UnsignedShort)w >> 8);
+  const Short x_even = ((Short)x << 8) >> 8, x_odd = (Short)x >> 8;
+#if defined(VTOKEN_AVX512)
+  return acc + (VecInt)_mm512_madd_epi16((__m512i)w_even, (__m512i)x_even) +
+         (VecInt)_mm512_madd_epi16((__m512i)w_odd, (__m512i)x_odd);
+#elif defined(VTOKEN_AVX2)
+  return acc + (VecInt)_mm256_madd_epi16((__m256i)w_even, (__m256i)x_even) +
+         (VecInt)_mm256_madd_epi16((__m256i)w_odd, (__m256i)x_odd);
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    acc[i] += w_even[2 * i] * x_even[2 * i] + w_even[2 * i + 1] * x_even[2 * i + 1] + w_odd[2 * i] * x_odd[2 * i] +
+              w_odd[2 * i + 1] * x_odd[2 * i + 1];
+  }
+  return acc;
+#endif
+#endif
+}
+
+template <int kRows>
+void tile(const uint8_t* panel, const Quantised& x, int64_t row, const Target& to) {
+  Vec sums[2 * kRows];
+  unroll<2 * kRows>([&](auto n) VTOKEN_INLINE { sums[n] = Vec{}; });
+  const int8_t* codes = x.codes + row * x.groups * kGroup32;
+  const float* scales = x.scales + row * x.groups;
+  const int32_t* corrections = x.corrections + row * x.groups;
+  for (int64_t g = 0; g < x.groups; ++g, panel += kInt8GroupBytes) {
+    prefetch(panel + kPrefetch, kInt8GroupBytes);
+    const uint8_t* weights = panel + 2 * kPanel;
+    VecInt acc[2 * kRows];
+    unroll<2 * kRows>([&](auto n) VTOKEN_INLINE { acc[n] = VecInt{} + corrections[n / 2 * x.groups + g]; });
+    unroll<kGroup32 / 4>([&](auto i) VTOKEN_INLINE {
+      VecInt w0, w1;
+      std::memcpy(&w0, weights + i * kPanel * 4, sizeof w0);
+      std::memcpy(&w1, weights + i * kPanel * 4 + sizeof w0, sizeof w1);
+      unroll<kRows>([&](auto r) VTOKEN_INLINE {
+        int32_t four;
+        std::memcpy(&four, codes + (r * x.groups + g) * kGroup32 + i * 4, 4);
+        const VecInt all = VecInt{} + four;
+        acc[2 * r] = dot4(acc[2 * r], w0, all);
+        acc[2 * r + 1] = dot4(acc[2 * r + 1], w1, all);
+      });
+    });
+    const Vec scale0 = load_f16((const uint16_t*)panel), scale1 = load_f16((const uint16_t*)panel + kLanes);
+    unroll<kRows>([&](auto r) VTOKEN_INLINE {
+      const Vec scale = splat(scales[r * x.groups + g]);
+      sums[2 * r] = fma(__builtin_convertvector(acc[2 * r], Vec), scale * scale0, sums[2 * r]);
+      sums[2 * r + 1] = fma(__builtin_convertvector(acc[2 * r + 1], Vec), scale * scale1, sums[2 * r + 1]);
+    });
+  }
+  finish(sums, to);
+}
+
+void multiply(const LinearArgs& a, const Quantised& x, int64_t panel, int64_t begin, int64_t end) {
+  float scratch[kMaxRows * kPanel];
+  const uint8_t* weights = a.packed + panel * x.groups * kInt8GroupBytes;
+  const int64_t rows = end - begin, num_tiles = (rows + kMaxRows - 1) / kMaxRows;
+  for (int64_t t = 0; t < num_tiles; ++t) {
+    const int64_t from = begin + rows * t / num_tiles, count = begin + rows * (t + 1) / num_tiles - from;
+    Target to = target(a, panel, from);
+    to.first = to.last = true;
+    to.sums = scratch;
+    using Tile = void (*)(const uint8_t*, const Quantised&, int64_t, const Target&);
+    [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+      static constexpr Tile kTiles[] = {tile<kIndex + 1>...};
+      kTiles[count - 1](weights, x, from, to);
+    }(std::make_integer_sequence<int, kMaxRows>{});
+  }
+}
+
+}  // namespace
+
+void run_int8(const LinearArgs& a) {
+  const Quantised x(a);
+  const int64_t num_panels = (a.out_features + kPanel - 1) / kPanel;
+  const int64_t num_blocks = (a.num_rows + kRowBlock - 1) / kRowBlock;
+  const bool threads = a.num_threads > 1 && a.num_rows * a.in_features * a.out_features > 2 * kWorthThreads;
+  const int64_t share = std::max<int64_t>(1, num_panels / (a.num_threads * 4));
+#pragma omp parallel num_threads(a.num_threads) if (threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < a.num_rows; ++row) quantise_row(a, x, row);
+#pragma omp for collapse(2) schedule(dynamic, share)
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      for (int64_t panel = 0; panel < num_panels; ++panel) {
+        multiply(a, x, panel, a.num_rows * block / num_blocks, a.num_rows * (block + 1) / num_blocks);
+      }
+    }
+  }
+}
+
+}  // namespace vtoken

@@ -1,0 +1,107 @@
+"""The small operations between matrix products, compiled. Float32 tensors on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from vtoken.kernels.library import library
+
+
+class _WriteArgs(Structure):
+    """`WriteArgs` of fused.cpp."""
+
+    _fields_ = [
+        ("qkv", c_void_p),
+        *((name, c_int64) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size")),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("rotary_dim", c_int64),
+        *((name, c_void_p) for name in ("slots", "keys", "values", "key_scales", "value_scales")),
+        *((name, c_int32) for name in ("key_format", "value_format", "num_threads")),
+    ]
+
+
+@cache
+def _functions() -> ctypes.CDLL:
+    functions = library()
+    functions.vtoken_add_rms_norm.argtypes = [*[c_void_p] * 4, c_int64, c_int64, c_float, c_int32]
+    functions.vtoken_silu_and_mul.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int32]
+    functions.vtoken_rotate_and_write.argtypes = [POINTER(_WriteArgs)]
+    for function in (
+        functions.vtoken_add_rms_norm,
+        functions.vtoken_silu_and_mul,
+        functions.vtoken_rotate_and_write,
+    ):
+        function.restype = None
+    return functions
+
+
+def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x`, in place; returns `residual / rms(residual) * weight`. Both [T, width]."""
+    assert residual.is_contiguous()
+    assert x is None or (x.is_contiguous() and x.shape == residual.shape)
+    out = torch.empty_like(residual)
+    rows, width = residual.shape
+    _functions().vtoken_add_rms_norm(
+        residual.data_ptr(),
+        None if x is None else x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        rows,
+        width,
+        eps,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width]."""
+    assert gate_up.is_contiguous()
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    _functions().vtoken_silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
+    return out
+
+
+def rotate_and_write(
+    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    rotation: tuple[Tensor, Tensor] | None,  # cos, sin [T, rotary_dim / 2]
+    slots: Tensor,  # [T] int64
+    layout: tuple[int, int, int],  # num_kv_heads, block_size, head_dim of the cache
+    keys: tuple[int, int | None, int],  # addresses of cells and scales, code of the format
+    values: tuple[int, int | None, int],
+) -> None:
+    """Turn the queries and keys of `qkv` in place, store its keys and values in their slots, and leave them in `qkv` as
+    the cache holds them."""
+    num_kv_heads, block_size, head_dim = layout
+    assert qkv.is_contiguous()
+    assert slots.is_contiguous()
+    num_tokens, width = qkv.shape
+    cos, sin = rotation or (None, None)
+    assert cos is None or (cos.is_contiguous() and sin is not None and sin.is_contiguous())
+    args = _WriteArgs(
+        qkv.data_ptr(),
+        num_tokens,
+        width // head_dim - 2 * num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        None if cos is None else cos.data_ptr(),
+        None if sin is None else sin.data_ptr(),
+        0 if cos is None else 2 * cos.shape[1],
+        slots.data_ptr(),
+        keys[0],
+        values[0],
+        keys[1],
+        values[1],
+        keys[2],
+        values[2],
+        torch.get_num_threads(),
+    )
+    _functions().vtoken_rotate_and_write(byref(args))

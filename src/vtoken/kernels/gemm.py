@@ -1,0 +1,128 @@
+"""Linear layers on packed weights, compiled: the Python face of `csrc/linear.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from vtoken.kernels.library import library
+
+HOLDINGS: Final = {"f32": 0, "f16": 1, "bf16": 2, "g8": 3, "g4": 4, "int8": 5}
+GROUP: Final = 32  # weights along `in` that share a scale in g8, g4 and int8
+ALIGNMENT: Final = 64
+
+
+class _LinearArgs(Structure):
+    """`LinearArgs` of linear.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "packed", "bias", "out")),
+        *((name, c_int64) for name in ("num_rows", "in_features", "out_features", "x_stride", "out_stride")),
+        *((name, c_int32) for name in ("holding", "num_threads", "accumulate")),
+        ("scratch", c_void_p),
+    ]
+
+
+@cache
+def _functions(isa: str) -> ctypes.CDLL:
+    functions = library(isa)
+    functions.vtoken_linear.argtypes = [POINTER(_LinearArgs)]
+    functions.vtoken_linear.restype = None
+    functions.vtoken_linear_exact.argtypes = [c_void_p, c_int64, c_int64, c_int32]
+    functions.vtoken_linear_exact.restype = c_int32
+    functions.vtoken_linear_bytes.argtypes = [c_int32, c_int64, c_int64]
+    functions.vtoken_linear_bytes.restype = c_int64
+    functions.vtoken_linear_pack.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32]
+    functions.vtoken_linear_pack.restype = c_int64
+    functions.vtoken_linear_rows.argtypes = [c_void_p, c_int64, c_int32, c_void_p, c_int64, c_void_p, c_int32]
+    functions.vtoken_linear_rows.restype = None
+    return functions
+
+
+def exact_holdings(weight: Tensor, isa: str = "native") -> frozenset[str]:
+    """Names of `HOLDINGS` that give every number of a float32 weight [out, in] back."""
+    assert weight.is_contiguous()
+    assert weight.dtype == torch.float32
+    out_features, in_features = weight.shape
+    found = _functions(isa).vtoken_linear_exact(weight.data_ptr(), out_features, in_features, torch.get_num_threads())
+    return frozenset(name for name, number in HOLDINGS.items() if found >> number & 1)
+
+
+class PackedWeight:
+    """A weight [out, in] packed in one of `HOLDINGS`."""
+
+    def __init__(self, weight: Tensor, holding: str, isa: str = "native") -> None:
+        """Raises ValueError where g8 or g4 cannot keep the numbers, or int8 not hold them."""
+        assert weight.dtype == torch.float32
+        self.out_features, self.in_features = weight.shape
+        if holding in ("g8", "g4") and self.in_features % GROUP:
+            raise ValueError(f"{holding} takes groups of {GROUP} weights, and {self.in_features} is no multiple of it")
+        self._functions = _functions(isa)
+        self._holding = HOLDINGS[holding]
+        self.nbytes = self._functions.vtoken_linear_bytes(self._holding, self.out_features, self.in_features)
+        # torch's own memory is aligned so for any size on the CPU.
+        self._packed = torch.empty(self.nbytes, dtype=torch.uint8)
+        assert self._packed.data_ptr() % ALIGNMENT == 0
+        weight = weight.contiguous()
+        failed = self._functions.vtoken_linear_pack(
+            weight.data_ptr(),
+            self.out_features,
+            self.in_features,
+            self._holding,
+            self._packed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise ValueError(f"{failed} groups of {GROUP} weights are not what {holding} can hold")
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x [T, in] @ weight.T + bias [out] -> [T, out], float32; added to `out` where that is given."""
+        assert x.shape[1:] == (self.in_features,)
+        assert x.dtype == torch.float32
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        accumulate = out is not None
+        if out is None:
+            out = x.new_empty(len(x), self.out_features)
+        assert out.shape == (len(x), self.out_features)
+        assert (out.stride(1), out.dtype) == (1, torch.float32)
+        args = _LinearArgs(
+            x.data_ptr(),
+            self._packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            self.in_features,
+            self.out_features,
+            x.stride(0),
+            out.stride(0),
+            self._holding,
+            torch.get_num_threads(),
+            accumulate,
+        )
+        if self._holding == HOLDINGS["int8"]:
+            # The activations as codes, with a scale and a sum for each group.
+            scratch = torch.empty(len(x) * -(-self.in_features // GROUP) * (GROUP + 8), dtype=torch.uint8)
+            args.scratch = scratch.data_ptr()
+        self._functions.vtoken_linear(byref(args))
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [T] (int64, within range) of the weight -> [T, in]."""
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self.in_features)
+        self._functions.vtoken_linear_rows(
+            self._packed.data_ptr(),
+            self.in_features,
+            self._holding,
+            ids.data_ptr(),
+            len(ids),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out

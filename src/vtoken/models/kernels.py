@@ -1,0 +1,120 @@
+"""How the per-token operations of a decoder are computed: so that rows keep apart, or as fast as the machine can.
+
+The reference execution owes every token the same bits whatever the batch is. BLAS does not give that: it picks its
+kernel by the number of rows, so a row alone and the same row in a batch differ in the last bits. A product of one fixed
+shape comes closer, but only if the rows fall evenly on the kernel and on the threads: with MKL's AVX2 code the last two
+of 32 rows differ from the others, with its AVX-512 code none do. So the row count is chosen by trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vtoken.kernels import fused
+
+# Best first: 48 is a multiple of 6, 8, 12, 16 and 24, the rows that BLAS kernels take at once, and costs a lone token
+# hardly more than fewer would. A single row has no neighbours; it is the slow way out that is always right.
+TILE_ROWS: Final = (48, 32, 24, 16, 8, 1)
+
+
+@cache
+def even_tile_rows(in_features: int, out_features: int, dtype: torch.dtype, has_bias: bool, num_threads: int) -> int:
+    """The first of `TILE_ROWS` with which this machine treats all rows of a product alike.
+
+    Tried with tiles of equal rows, whose results must be equal. `num_threads` is what torch uses: BLAS shares the rows
+    out among threads. Takes as much memory as the weight, for a moment.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weight = (random(out_features, 1) * random(in_features)).to(dtype)
+    bias = random(out_features).to(dtype) if has_bias else None
+    # Many rows where they are short, since a few numbers may come out equal by luck.
+    samples = random(2 + 512 // out_features, in_features).to(dtype)
+
+    def is_even(num_rows: int) -> bool:
+        results = (F.linear(row.expand(num_rows, -1).contiguous(), weight, bias) for row in samples)
+        return all(torch.equal(result, result[:1].expand_as(result)) for result in results)
+
+    return next(num_rows for num_rows in TILE_ROWS if num_rows == 1 or is_even(num_rows))
+
+
+def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` in zero-padded tiles of one row count: x [T, in], weight [out, in], bias [out] -> [T, out].
+
+    Each tile lies in a fresh buffer, because a view into `x` may be aligned differently and BLAS may care.
+    """
+    num_rows, width = x.shape
+    tile_rows = even_tile_rows(width, len(weight), x.dtype, bias is not None, torch.get_num_threads())
+    out = x.new_empty(num_rows, len(weight))
+    for start in range(0, num_rows, tile_rows):
+        rows = x[start : start + tile_rows]
+        tile = x.new_zeros(tile_rows, width)
+        tile[: len(rows)] = rows
+        out[start : start + tile_rows] = F.linear(tile, weight, bias)[: len(rows)]
+    return out
+
+
+def rowwise_silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width].
+
+    Row by row: torch computes the elements behind the last full SIMD vector of a tensor, or of a thread's share of it,
+    by another exp than the rest, so in one call a row's bits would depend on where it lies.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(up, memory_format=torch.contiguous_format)
+    for row in range(len(out)):
+        out[row] = F.silu(gate[row])
+    return out.mul_(up)
+
+
+def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x`, in place; returns `residual / rms(residual) * weight`. Both [T, width].
+
+    Sums over the last dimension of a contiguous tensor are taken row by row, and the rest is exactly rounded: no row
+    depends on another.
+    """
+    if x is not None:
+        residual += x
+    exact = residual.float()
+    mean_square = exact.pow(2).mean(dim=-1, keepdim=True)  # [T, 1]
+    return weight * (exact * torch.rsqrt(mean_square + eps)).to(residual.dtype)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How the per-token operations that cost time are computed. A faster set may trade bits for speed."""
+
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias; before `Linear.prepare`
+    silu_and_mul: Callable[[Tensor], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
+
+
+BATCH_INVARIANT = Kernels(tiled_linear, rowwise_silu_and_mul, add_rms_norm)
+
+
+def fast_silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up`, compiled in float32 and torch's in other types."""
+    if gate_up.dtype == torch.float32:
+        return fused.silu_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def fast_add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """`add_rms_norm`, compiled in float32 and torch's in other types."""
+    if residual.dtype == torch.float32:
+        return fused.add_rms_norm(residual, x, weight, eps)
+    return add_rms_norm(residual, x, weight, eps)
+
+
+COMPILED = Kernels(F.linear, fast_silu_and_mul, fast_add_rms_norm)

@@ -1,0 +1,126 @@
+"""The kernels are compiled once a machine, and a machine that cannot says so in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from vtoken.attention.registry import BACKENDS
+from vtoken.base.errors import ConfigError
+from vtoken.engine import build
+from vtoken.kernels import compiler
+from vtoken.kernels.compiler import KernelsUnavailable
+from vtoken.kernels.library import library
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two tiny sources in place of the real ones, and an empty cache."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "one.cpp").write_text('#include "shared.h"\nextern "C" int vtoken_one() { return ONE; }\n')
+    (folder / "two.cpp").write_text('extern "C" int vtoken_two() { return 2; }\n')
+    (folder / "shared.h").write_text("#define ONE 1\n")
+    monkeypatch.setattr(compiler, "SOURCES", folder)
+    monkeypatch.setenv("VTOKEN_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def program(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a compiler in place that notes each of its calls in the file that is returned."""
+    calls = tmp_path / "calls"
+    real = compiler.find_compiler()
+    monkeypatch.setenv("CXX", str(program(tmp_path / "c++", f'echo . >> {calls}\nexec {real} "$@"')))
+    return calls
+
+
+def test_compiled_once(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    calls = counting(tmp_path, monkeypatch)
+    with caplog.at_level(logging.INFO, "vtoken"):
+        first = compiler.build()
+    assert [record.message for record in caplog.records] == [
+        "compiling the CPU kernels for this machine, once; this takes some seconds"
+    ]
+    num_calls = len(calls.read_text().split())
+    assert num_calls == 3, "two sources and a link"
+    assert compiler.build() == first
+    assert len(calls.read_text().split()) == num_calls
+    assert os.listdir(first.parent) == [compiler.LIBRARY_NAME], "nothing else is left behind"
+
+
+def test_what_decides_the_code_decides_the_place(sources: Path, tmp_path: Path, monkeypatch) -> None:
+    places = {compiler.build()}
+    places.add(compiler.build("portable"))
+    (sources / "shared.h").write_text("#define ONE 11\n")  # a header alone
+    places.add(compiler.build())
+    monkeypatch.setattr(compiler, "machine_id", lambda: "another processor")
+    places.add(compiler.build())
+    counting(tmp_path, monkeypatch)
+    places.add(compiler.build())
+    assert len(places) == 5
+
+
+def test_a_broken_source(sources: Path) -> None:
+    (sources / "two.cpp").write_text("int f() { return undeclared; }\n")
+    with pytest.raises(KernelsUnavailable, match="cannot compile the kernels: .*undeclared") as caught:
+        compiler.build()
+    assert "\n" not in str(caught.value)
+    assert not list((sources.parent / "cache" / "kernels").iterdir()), "no half library is left behind"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("exit 1", "it gave no reason"), ("echo error: out of disk >&2; exit 1", "out of disk")],
+)
+def test_a_compiler_that_fails(sources: Path, tmp_path: Path, monkeypatch, script: str, reason: str) -> None:
+    monkeypatch.setenv("CXX", str(program(tmp_path / "c++", script)))
+    with pytest.raises(KernelsUnavailable, match=reason):
+        compiler.build()
+
+
+@pytest.fixture
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler, on which nothing was loaded yet."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    library.cache_clear()
+
+
+@pytest.mark.usefixtures("sources", "nothing")
+class TestNoCompiler:
+    def test_the_reason(self) -> None:
+        with pytest.raises(KernelsUnavailable, match=r"no C\+\+ compiler"):
+            compiler.build()
+
+    def test_auto_falls_back_to_the_reference_and_says_so_once(self, caplog) -> None:
+        assert build._attention_backend("auto") == "reference"
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert "no C++ compiler" in record.message
+        assert "\n" not in record.message
+
+    def test_asked_for_by_name(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"attention_backend='cpu' cannot run here: no C\+\+ compiler.*'reference'"
+        ):
+            build._attention_backend("cpu")
+
+    def test_a_wrong_cxx(self, monkeypatch) -> None:
+        monkeypatch.setenv("CXX", "/not/there/g++")
+        with pytest.raises(KernelsUnavailable, match="CXX=/not/there/g"):
+            compiler.build()
+
+
+def test_with_a_compiler_auto_is_cpu() -> None:
+    assert build._attention_backend("auto") == "cpu"
+    assert BACKENDS["cpu"].compiled
