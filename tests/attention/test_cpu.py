@@ -308,6 +308,24 @@ class TestExtremes:
         assert np.array_equal(out[[0, 2, 3, 4]], clean[[0, 2, 3, 4]]), "another slice was touched"
         assert np.isfinite(out[1, [0, 1, 2, 6, 7, 8]]).all(), "another KV head was touched"
 
+    @pytest.mark.parametrize("isa", ISAS)
+    @pytest.mark.parametrize("head_dim", [14, 64, 80])
+    @pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
+    def test_every_code(self, name: str, head_dim: int, isa: str) -> None:
+        """Codes that are no numbers too: one a key, in all its elements, and all of them at every place of a value."""
+        case = make([Past(256)], heads=(1, 1, head_dim), key_format=name, value_format=name)
+        slots, rows = case.meta.pasts[0].slots, torch.arange(256)
+        of_keys = rows[:, None].expand(-1, head_dim)
+        for plane, codes in ((case.cache.keys, of_keys), (case.cache.values, of_keys + torch.arange(head_dim))):
+            plane.cells.view(torch.uint8)[slots // 16, 0, slots % 16] = codes.to(torch.uint8)
+        for some_rows in rows.split(24):
+            masks = np.zeros_like(case.meta.masks)
+            np.bitwise_or.at(masks, (0, some_rows // 16, 0), np.uint32(1) << (some_rows % 16).numpy().astype(np.uint32))
+            some = replace(case, meta=replace(case.meta, masks=masks, past_live=np.array([len(some_rows)], np.int32)))
+            expected, _ = some.run(ReferenceAttention())
+            out, _ = some.run(CpuAttention(isa=isa))
+            np.testing.assert_allclose(out, expected, atol=1e-5 * np.nanmax(np.abs(expected), initial=1.0))
+
     def test_own_tokens_that_are_not_numbers(self) -> None:
         case = make([Past(40, num_new=3), Past(40)])
         clean, _ = case.run(CpuAttention())

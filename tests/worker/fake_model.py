@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vtoken.attention.rotation import Rotation
 from vtoken.attention.spec import AttentionSpec
 from vtoken.models.base import Attend, CausalLM, WeightTarget
 from vtoken.models.spec import ModelSpec
@@ -41,11 +42,13 @@ class FakeModel(CausalLM):
         self.seen: list[tuple[list[int], list[int]]] = []
         self.logit_rows: list[int] = []
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         self.seen.append((token_ids.tolist(), positions.tolist()))
-        spec = self.spec
         # Positions turn the features, so that the order of the tokens counts.
-        hidden = self.embedding[token_ids] * torch.cos(positions[:, None] * torch.linspace(0, 1, spec.hidden_size))
+        return self.embedding[token_ids] * torch.cos(positions[:, None] * torch.linspace(0, 1, self.spec.hidden_size))
+
+    def decode(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        spec, hidden = self.spec, x
         for layer in range(spec.num_layers):
             q = hidden.view(-1, spec.num_heads, spec.head_dim)
             kv = q[:, :: spec.num_heads // spec.num_kv_heads]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vtoken.base.errors import ConfigError
+from vtoken.base.host_memory import advise_huge_pages
 from vtoken.base.kv_format import KV_FORMATS
 from vtoken.planner.kv_memory import KVShape
 from vtoken.worker.kv_store import KVStore
@@ -49,6 +50,14 @@ def test_write_returns_what_the_store_holds(form: str) -> None:
     assert torch.equal(kept, plane.read(blocks, offsets))
     assert torch.equal(kept, x) == (form == "float32")
     torch.testing.assert_close(kept, x, atol=0.1, rtol=0.1)
+
+
+def test_huge_pages_are_advice_only() -> None:
+    """Any range may be named, and what lies there stays."""
+    x = torch.arange(3 * 2**20, dtype=torch.int32)
+    for begin, size in ((0, x.nbytes), (1, 10), (4095, 4098), (7, 0)):
+        advise_huge_pages(x.data_ptr() + begin, size)
+    assert torch.equal(x, torch.arange(3 * 2**20, dtype=torch.int32))
 
 
 def test_no_blocks_at_all() -> None:

@@ -75,22 +75,27 @@ class CpuAttention(AttentionBackend):
         out = torch.empty(num_tokens, num_heads, head_dim)
         if not num_tokens:
             return out.to(dtype)
-        if self._step is None or self._step.meta is not meta:
-            self._step = _Step(meta, self.num_threads or torch.get_num_threads())
-        args = self._step.args
+        args = AttendArgs()
+        args.take_plan(self.plan_args(meta))
         args.q, args.k_new, args.v_new, args.out = q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), out.data_ptr()
         args.q_stride, args.k_stride, args.v_stride = q.stride(0), k_new.stride(0), v_new.stride(0)
         args.keys, args.key_scales, args.key_format = keys.address, keys.scale_address, keys.form.code
         args.values, args.value_scales, args.value_format = values.address, values.scale_address, values.form.code
         args.num_heads, args.num_kv_heads, args.head_dim = num_heads, num_kv_heads, head_dim
         args.scale, args.soft_cap, args.window = spec.scale, spec.soft_cap or 0.0, spec.window or 0
-        attend(args, self.isa)
+        attend(args, q, k_new, v_new, out, isa=self.isa)
         self.slots_read += args.slots_read
         return out if dtype == torch.float32 else out.to(dtype)
 
+    def plan_args(self, meta: AttentionMetadata) -> AttendArgs:
+        """Arguments of the kernels with all that concerns the plan filled in, made once for all layers."""
+        if self._step is None or self._step.meta is not meta:
+            self._step = _Step(meta, self.num_threads or torch.get_num_threads())
+        return self._step.args
+
 
 class _Step:
-    """The arguments of the kernels with all that concerns the plan filled in once; each layer fills in the rest."""
+    """See `CpuAttention.plan_args`; keeps the arrays that the arguments point to."""
 
     def __init__(self, meta: AttentionMetadata, num_threads: int) -> None:
         self.meta = meta

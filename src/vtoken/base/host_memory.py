@@ -1,7 +1,9 @@
-"""How much memory this process may still take from the host."""
+"""The host's memory: how much this process may still take, and in what pages."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 
 import psutil
@@ -28,3 +30,13 @@ def _cgroup_available(root: Path) -> int | None:
         return None
     # Clean file pages count as used, yet the kernel drops them as soon as somebody needs the memory.
     return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+
+
+def advise_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask the system for large pages in this range. Advice only: where there are none, nothing changes (Linux)."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if advice is not None and begin < end:
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(advice))

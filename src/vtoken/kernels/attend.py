@@ -5,8 +5,12 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import Any
+
+from torch import Tensor
 
 from vtoken.kernels.library import library
+from vtoken.kernels.tape import launch
 
 
 class AttendArgs(ctypes.Structure):
@@ -16,55 +20,40 @@ class AttendArgs(ctypes.Structure):
     """
 
     _fields_ = (
-        ("q", c_void_p),
-        ("k_new", c_void_p),
-        ("v_new", c_void_p),
-        ("out", c_void_p),
-        ("q_stride", c_int64),
-        ("k_stride", c_int64),
-        ("v_stride", c_int64),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_scales", c_void_p),
-        ("value_scales", c_void_p),
-        ("key_format", c_int32),
-        ("value_format", c_int32),
-        ("num_slices", c_int32),
-        ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("block_size", c_int32),
-        ("num_entries", c_int32),
-        ("starts", c_void_p),
-        ("positions", c_void_p),
-        ("tables", c_void_p),
-        ("masks", c_void_p),
-        ("past_live", c_void_p),
-        ("row_positions", c_void_p),
+        *((name, c_void_p) for name in ("q", "k_new", "v_new", "out")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, c_int32) for name in ("key_format", "value_format", "num_heads", "num_kv_heads", "head_dim")),
         ("scale", c_float),
         ("soft_cap", c_float),
         ("window", c_int32),
-        ("mass", c_void_p),
+        *((name, c_void_p) for name in ("starts", "positions", "tables", "masks", "past_live")),
+        *((name, c_void_p) for name in ("row_positions", "write_rows", "mass")),
         ("mass_stride", c_int64),
-        ("write_rows", c_void_p),
-        ("num_threads", c_int32),
+        *((name, c_int32) for name in ("num_slices", "num_entries", "block_size", "num_threads")),
         ("slots_read", c_int64),
     )
 
+    def take_plan(self, other: AttendArgs) -> None:
+        """Set all that concerns the plan as in `other`."""
+        begin = AttendArgs.starts.offset
+        size = ctypes.sizeof(AttendArgs) - begin
+        ctypes.memmove(ctypes.addressof(self) + begin, ctypes.addressof(other) + begin, size)
+
 
 @cache
-def _entry(isa: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+def _entry(isa: str) -> Any:
     function = library(isa).vtoken_attend
     function.argtypes = [ctypes.POINTER(AttendArgs)]
     function.restype = c_int64
     return function
 
 
-def attend(args: AttendArgs, isa: str = "native") -> None:
-    """Fill `args.out`, add to `args.mass` where that is set, and set `args.slots_read`. Releases the GIL.
+def attend(args: AttendArgs, *alive: Tensor, isa: str = "native") -> None:
+    """Fill `args.out`, add to `args.mass` where that is set, and set `args.slots_read`; see `launch` for `alive`.
 
     Raises KernelsUnavailable on a machine that cannot have them, MemoryError when scratch memory cannot be had.
     """
-    missing = _entry(isa)(ctypes.byref(args))
+    missing = launch(_entry(isa), args, *alive)
     if missing:
         raise MemoryError(f"attention needs {missing} bytes of scratch memory, which the system refuses")

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vtoken.kernels.library import library
+from vtoken.kernels.tape import launch
+
+
+class _NormArgs(Structure):
+    """`NormArgs` of fused.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("residual", "x", "weight", "out")),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("eps", c_float),
+        ("num_threads", c_int32),
+    )
+
+
+class _GateArgs(Structure):
+    """`GateArgs` of fused.cpp."""
+
+    _fields_ = (
+        ("gate_up", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("num_threads", c_int32),
+    )
 
 
 class _WriteArgs(Structure):
     """`WriteArgs` of fused.cpp."""
 
-    _fields_ = [
+    _fields_ = (
         ("qkv", c_void_p),
         *((name, c_int64) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size")),
         ("cos", c_void_p),
@@ -23,22 +48,16 @@ class _WriteArgs(Structure):
         ("rotary_dim", c_int64),
         *((name, c_void_p) for name in ("slots", "keys", "values", "key_scales", "value_scales")),
         *((name, c_int32) for name in ("key_format", "value_format", "num_threads")),
-    ]
+    )
 
 
 @cache
-def _functions() -> ctypes.CDLL:
+def _functions() -> tuple[Any, Any, Any]:
     functions = library()
-    functions.vtoken_add_rms_norm.argtypes = [*[c_void_p] * 4, c_int64, c_int64, c_float, c_int32]
-    functions.vtoken_silu_and_mul.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int32]
-    functions.vtoken_rotate_and_write.argtypes = [POINTER(_WriteArgs)]
-    for function in (
-        functions.vtoken_add_rms_norm,
-        functions.vtoken_silu_and_mul,
-        functions.vtoken_rotate_and_write,
-    ):
-        function.restype = None
-    return functions
+    found = functions.vtoken_add_rms_norm, functions.vtoken_silu_and_mul, functions.vtoken_rotate_and_write
+    for function, args in zip(found, (_NormArgs, _GateArgs, _WriteArgs), strict=True):
+        function.argtypes, function.restype = [POINTER(args)], c_int64
+    return found
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -47,7 +66,7 @@ def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float)
     assert x is None or (x.is_contiguous() and x.shape == residual.shape)
     out = torch.empty_like(residual)
     rows, width = residual.shape
-    _functions().vtoken_add_rms_norm(
+    args = _NormArgs(
         residual.data_ptr(),
         None if x is None else x.data_ptr(),
         weight.data_ptr(),
@@ -57,15 +76,17 @@ def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float)
         eps,
         torch.get_num_threads(),
     )
+    launch(_functions()[0], args, residual, x, weight, out)
     return out
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width]."""
     assert gate_up.is_contiguous()
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    _functions().vtoken_silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
+    rows, width = gate_up.shape
+    out = gate_up.new_empty(rows, width // 2)
+    args = _GateArgs(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
+    launch(_functions()[1], args, gate_up, out)
     return out
 
 
@@ -104,4 +125,4 @@ def rotate_and_write(
         values[2],
         torch.get_num_threads(),
     )
-    _functions().vtoken_rotate_and_write(byref(args))
+    launch(_functions()[2], args, qkv, cos, sin, slots)

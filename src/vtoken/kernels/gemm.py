@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import Final
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vtoken.kernels.library import library
+from vtoken.kernels.tape import launch
 
 HOLDINGS: Final = {"f32": 0, "f16": 1, "bf16": 2, "g8": 3, "g4": 4, "int8": 5}
 GROUP: Final = 32  # weights along `in` that share a scale in g8, g4 and int8
@@ -32,7 +33,7 @@ class _LinearArgs(Structure):
 def _functions(isa: str) -> ctypes.CDLL:
     functions = library(isa)
     functions.vtoken_linear.argtypes = [POINTER(_LinearArgs)]
-    functions.vtoken_linear.restype = None
+    functions.vtoken_linear.restype = c_int64
     functions.vtoken_linear_exact.argtypes = [c_void_p, c_int64, c_int64, c_int32]
     functions.vtoken_linear_exact.restype = c_int32
     functions.vtoken_linear_bytes.argtypes = [c_int32, c_int64, c_int64]
@@ -105,11 +106,12 @@ class PackedWeight:
             torch.get_num_threads(),
             accumulate,
         )
+        scratch = None
         if self._holding == HOLDINGS["int8"]:
             # The activations as codes, with a scale and a sum for each group.
             scratch = torch.empty(len(x) * -(-self.in_features // GROUP) * (GROUP + 8), dtype=torch.uint8)
             args.scratch = scratch.data_ptr()
-        self._functions.vtoken_linear(byref(args))
+        launch(self._functions.vtoken_linear, args, x, bias, out, scratch)
         return out
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ class PreparedLinear(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot give rows back")
 
     has_rows: ClassVar[bool] = False
+    is_recordable: ClassVar[bool] = False
+    """Whether its calls are launched so that a `kernels.tape.Tape` sees them."""
 
 
 class LinearKernel(ABC):

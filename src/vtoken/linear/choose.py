@@ -68,12 +68,15 @@ def choose(shapes: Collection[LinearShape], *, override: str = "auto", quantizat
     worth_it = {shape: able for shape, able in found.items() if len(able) > 1 and shape.num_weights >= WORTH_TIMING}
     timings = measured(worth_it)
     kernels = {
-        shape: KERNELS[best(timings[shape])]
-        if shape in timings
-        else min(able, key=lambda kernel: kernel.bytes_a_weight)
+        shape: KERNELS[best(timings[shape])] if shape in timings else min(able, key=_modesty)
         for shape, able in found.items()
     }
     return LinearPlan(kernels, timings)
+
+
+def _modesty(kernel: LinearKernel) -> tuple[float, bool]:
+    """Orders kernels by the memory they hold, those that keep rows apart before others."""
+    return kernel.bytes_a_weight, not kernel.batch_invariant
 
 
 def best(timings: Timings) -> str:

@@ -29,6 +29,7 @@ class OwnLinear(PreparedLinear):
     """A packed weight; the weight that it was made from is not needed any more."""
 
     has_rows = True
+    is_recordable = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, holding: Holding) -> None:
         self.out_features, self.in_features = weight.shape

@@ -114,6 +114,8 @@ class TokenTable:
 
     def died_at(self, lane: int) -> dict[int, int]:
         """Position -> the length of the text at which the token died."""
+        if not self.evicted[lane]:
+            return {}
         deaths = self._died_at[lane, : self.lengths[lane]]
         positions = np.flatnonzero(deaths)
         return dict(zip(positions.tolist(), deaths[positions].tolist(), strict=True))

@@ -45,8 +45,23 @@ class CausalLM(nn.Module, ABC):
     spec: ModelSpec
 
     @abstractmethod
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """What enters the first layer: token_ids [T] and positions [T] (int) -> [T, hidden_size], a fresh tensor."""
+
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        """The turn of each of the positions [T]; None for a model without rotary embedding."""
+        return None
+
+    @abstractmethod
+    def decode(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        """Run the layers and the last norm: x [T, hidden_size], which may be overwritten -> [T, hidden_size].
+
+        What happens here depends on the tokens through these arguments alone, so that it can be recorded and replayed.
+        """
+
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the decoder, last norm included: token_ids [T] and positions [T] (int) -> [T, hidden_size]."""
+        """The whole decoder: token_ids [T] and positions [T] (int) -> [T, hidden_size]."""
+        return self.decode(self.embed(token_ids, positions), self.rotation(positions), attend)
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

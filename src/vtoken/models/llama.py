@@ -106,12 +106,19 @@ class Llama(CausalLM):
         if self.is_tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        residual, x = self.embed_tokens(token_ids), None  # [T, hidden_size]
-        rotation = self.rotary(positions)
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        return self.embed_tokens(token_ids)
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        turn: Rotation = self.rotary(positions)
+        return turn
+
+    def decode(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        assert rotation is not None
+        residual, added = x, None
         for layer in self.layers:
-            x = layer(residual, x, rotation, attend)
-        out: Tensor = self.norm(residual, x)
+            added = layer(residual, added, rotation, attend)
+        out: Tensor = self.norm(residual, added)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtoken.attention.base import AttentionBackend
+from vtoken.attention.cpu import CpuAttention
 from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.rotation import Rotation
 from vtoken.models.base import CausalLM
 from vtoken.schedule.plan import StepPlan
 from vtoken.worker.kv_store import KVStore
+from vtoken.worker.replay import Replays
 from vtoken.worker.sampler import sample
 
 
@@ -32,6 +34,7 @@ class ModelRunner:
         self._model = model
         self._store = store
         self._backend = backend
+        self._replays = Replays(model, backend) if isinstance(backend, CpuAttention) else None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> RunnerOutput:
@@ -58,8 +61,11 @@ class ModelRunner:
             out = self._backend.attend(specs[layer], q, k, v, cache, meta).flatten(1)
             return out if out.dtype == qkv.dtype else out.to(qkv.dtype)
 
-        token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-        return self._model.hidden_states(token_ids, torch.from_numpy(meta.positions), attend)
+        token_ids, positions = torch.from_numpy(plan.token_ids.astype(np.int64)), torch.from_numpy(meta.positions)
+        x, rotation = self._model.embed(token_ids, positions), self._model.rotation(positions)
+        if self._replays is not None:
+            return self._replays.decode(x, rotation, slots, meta, attend)
+        return self._model.decode(x, rotation, attend)
 
     def _logits(self, plan: StepPlan, hidden: Tensor) -> Tensor:
         """[N, vocab_size] one row a draw, computed once a slice."""

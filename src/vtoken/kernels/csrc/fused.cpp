@@ -104,21 +104,43 @@ constexpr EncodeHead kEncoders[] = {encode_head<kFloat32>, encode_head<kFloat16>
 
 extern "C" {
 
-// out = norm(residual + x) * weight, all [rows, width]; the sum is left in `residual`. `x` may be null.
-void vtoken_add_rms_norm(float* residual, const float* x, const float* weight, float* out, int64_t rows, int64_t width,
-                         float eps, int32_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * width > vtoken::kWorthAThread)
-  for (int64_t r = 0; r < rows; ++r)
-    vtoken::norm_row(residual + r * width, x ? x + r * width : nullptr, weight, out + r * width, width, eps);
+// All return 0, as calls that may be recorded do.
+
+struct NormArgs {
+  float* residual;      // [rows, width]; the sum is left here
+  const float* x;       // [rows, width], or null
+  const float* weight;  // [width]
+  float* out;           // [rows, width] = norm(residual + x) * weight
+  int64_t rows, width;
+  float eps;
+  int32_t num_threads;
+};
+
+int64_t vtoken_add_rms_norm(const NormArgs* args) {
+  const NormArgs& a = *args;
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_threads > 1 && a.rows * a.width > vtoken::kWorthAThread)
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const int64_t at = r * a.width;
+    vtoken::norm_row(a.residual + at, a.x ? a.x + at : nullptr, a.weight, a.out + at, a.width, a.eps);
+  }
+  return 0;
 }
 
-// out [rows, width] = silu(gate) * up from gate_up [rows, 2 * width], the gate first.
-void vtoken_silu_and_mul(const float* gate_up, float* out, int64_t rows, int64_t width, int32_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * width > vtoken::kWorthAThread)
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* gate = gate_up + r * 2 * width;
-    vtoken::gate_row(gate, gate + width, out + r * width, width);
+struct GateArgs {
+  const float* gate_up;  // [rows, 2 * width], the gate first
+  float* out;            // [rows, width] = silu(gate) * up
+  int64_t rows, width;
+  int32_t num_threads;
+};
+
+int64_t vtoken_silu_and_mul(const GateArgs* args) {
+  const GateArgs& a = *args;
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_threads > 1 && a.rows * a.width > vtoken::kWorthAThread)
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const float* gate = a.gate_up + r * 2 * a.width;
+    vtoken::gate_row(gate, gate + a.width, a.out + r * a.width, a.width);
   }
+  return 0;
 }
 
 struct WriteArgs {
@@ -136,7 +158,7 @@ struct WriteArgs {
 };
 
 // Turn queries and keys, and store keys and values in their slots.
-void vtoken_rotate_and_write(const WriteArgs* args) {
+int64_t vtoken_rotate_and_write(const WriteArgs* args) {
   const WriteArgs& a = *args;
   const int64_t row = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, half = a.rotary_dim / 2;
   const vtoken::EncodeHead encode_key = vtoken::kEncoders[a.key_format];
@@ -156,5 +178,6 @@ void vtoken_rotate_and_write(const WriteArgs* args) {
       encode_value(value, a.values, cell * a.head_dim, a.value_scales ? a.value_scales + cell : nullptr, a.head_dim);
     }
   }
+  return 0;
 }
 }

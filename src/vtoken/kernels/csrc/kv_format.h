@@ -151,12 +151,12 @@ template <>
 inline Vec decode<kFp8E4M3>(const void* from, int64_t at) {
   const uint8_t* p = static_cast<const uint8_t*>(from) + at;
 #if defined(VTOKEN_AVX512)
-  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
-  const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-  const __m256i half = _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8),
-                                       _mm256_slli_epi16(magnitude, 7));
-  const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f));
-  return (Vec)_mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(nan, _mm256_set1_epi16(0x7e00)))) * splat(256.0f);
+  const __m128i codes = _mm_loadu_si128((const __m128i*)p);
+  const __mmask16 numbers = _mm_cmpneq_epi8_mask(_mm_or_si128(codes, _mm_set1_epi8(-128)), _mm_set1_epi8(-1));
+  const __m256i half =
+      _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(int16_t(0xbf80)));
+  return (Vec)_mm512_mask_mul_ps(_mm512_set1_ps(__builtin_nanf("")), numbers, _mm512_cvtph_ps(half),
+                                 _mm512_set1_ps(256.0f));
 #elif defined(VTOKEN_AVX2)
   const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
   const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));

@@ -168,7 +168,7 @@ void run(const LinearArgs& a) {
 
 using namespace vtoken;
 
-void vtoken_linear(const LinearArgs* args) {
+int64_t vtoken_linear(const LinearArgs* args) {
   switch (args->holding) {
     case kHoldF32: run<HoldF32>(*args); break;
     case kHoldF16: run<HoldF16>(*args); break;
@@ -177,4 +177,5 @@ void vtoken_linear(const LinearArgs* args) {
     case kHoldG4: run<HoldG4>(*args); break;
     case kHoldInt8: run_int8(*args); break;
   }
+  return 0;
 }

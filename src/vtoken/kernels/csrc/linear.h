@@ -20,7 +20,7 @@ struct LinearArgs {
   uint8_t* scratch;    // int8 only: 40 bytes for every 32 (or fewer) numbers of each row
 };
 
-void vtoken_linear(const LinearArgs* args);
+int64_t vtoken_linear(const LinearArgs* args);  // 0, as calls that may be recorded do
 
 // Bit h is set if holding h gives every number of weight [out_features, in_features] back.
 int32_t vtoken_linear_exact(const float* weight, int64_t out_features, int64_t in_features, int32_t num_threads);

@@ -1,0 +1,157 @@
+"""Replayed steps are the steps they replace, to the bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.recorded import Demand, record, scattered
+from tests.plans import Lane, Slice, make_plan
+from tests.tiny_models import save_llama, save_mistral
+from vtoken.attention.metadata import ATTENTION
+from vtoken.attention.rotation import Rotation
+from vtoken.executor.local import LocalExecutor
+from vtoken.models.base import Attend, CausalLM
+from vtoken.models.kernels import COMPILED
+from vtoken.models.loader import load_model
+from vtoken.models.prepare import prepare_linears
+from vtoken.planner.kv_memory import KVShape
+from vtoken.worker import replay
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module", params=["llama", "window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("model")
+    return save_llama(target) if request.param == "llama" else save_mistral(target, sliding_window=9)
+
+
+def demands() -> list[Demand]:
+    """Sequences that end at different times, so that steps of 5, 4, ... 1 tokens come up."""
+    return [Demand([7 + i, 3, 5, 9 * i], i, {"max_tokens": 6 + 5 * i, "temperature": 0.0}) for i in range(5)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str)
+def test_a_whole_run_has_the_same_bits(folder: Path, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = 0
+    run = replay._Recorded.run
+
+    def counting(*args: object) -> Tensor:
+        nonlocal replays
+        replays += 1
+        return run(*args)
+
+    monkeypatch.setattr(replay._Recorded, "run", counting)
+    common = {"attention_backend": "cpu", "num_blocks": 40, "block_size": BLOCK_SIZE, "max_model_len": 60}
+    # A policy that lets tokens die moves rows about, so that the window needs their positions.
+    replayed = record(folder, demands(), scattered(every=5), **common, **settings)
+    assert replays > 10
+    monkeypatch.setattr(replay, "MOST_TOKENS", 0)
+    before = replays
+    plain = record(folder, demands(), scattered(every=5), **common, **settings)
+    assert replays == before
+    assert replayed.bits == plain.bits
+    assert replayed.tokens == plain.tokens
+
+
+class Steps:
+    """One sequence, token by token, with its statistics."""
+
+    def __init__(self, folder: Path, model: CausalLM | None = None) -> None:
+        if model is None:
+            model = load_model(folder, kernels=COMPILED)
+            prepare_linears(model, backend="vtoken_f32")
+        shape = KVShape(model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim, "float32")
+        self.executor = LocalExecutor(
+            model, num_blocks=20, block_size=BLOCK_SIZE, attention_backend="cpu", kv_shape=shape
+        )
+        self.lane = Lane(BLOCK_SIZE, [13, 2, 19, 0, 7, 4, 11, 3, 16, 5])
+
+    def run(self, num_steps: int, statistics_from: int = 0) -> Iterator[tuple[int, np.ndarray | None, int]]:
+        token = 3
+        for i in range(num_steps):
+            part = Slice(self.lane, [token])
+            plan = make_plan([part], statistics=[ATTENTION] if i >= statistics_from else [])
+            result = self.executor.execute(plan)
+            part.commit()
+            token = int(result.tokens[0])
+            drawn = result.statistics.get(ATTENTION)
+            yield token, None if drawn is None else np.asarray(drawn), self.executor.backend.slots_read
+
+
+def test_statistics_and_slots_read_are_those_of_a_plain_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proven in the second step, which asks for none; statistics come from the fourth on."""
+    replayed = list(Steps(folder).run(12, statistics_from=3))
+    monkeypatch.setattr(replay, "MOST_TOKENS", 0)
+    plain = list(Steps(folder).run(12, statistics_from=3))
+    for (token, drawn, slots), (plain_token, plain_drawn, plain_slots) in zip(replayed, plain, strict=True):
+        assert token == plain_token
+        assert (drawn is None) == (plain_drawn is None)
+        assert drawn is None or np.array_equal(drawn, plain_drawn)
+        # The proving step attends twice.
+        assert slots >= plain_slots
+    increments = np.diff([slots for _, _, slots in replayed])[2:]
+    assert np.array_equal(increments, np.diff([slots for _, _, slots in plain])[2:])
+
+
+def test_steps_with_statistics_are_not_run_twice(folder: Path) -> None:
+    """Each query gives every head and layer the mass of one."""
+    steps = Steps(folder)
+    spec = steps.executor._model.spec
+    for _, drawn, _ in steps.run(6):
+        assert drawn is not None
+        assert drawn.sum() == pytest.approx(spec.num_layers * spec.num_heads, abs=1e-5)
+
+
+def test_a_model_that_computes_outside_of_the_kernels_is_found_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(folder, kernels=COMPILED)
+    prepare_linears(model, backend="vtoken_f32")
+    decode = type(model).decode
+
+    def scaled(self: CausalLM, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        return decode(self, x, rotation, attend) * 2  # a product of torch, on no tape
+
+    monkeypatch.setattr(type(model), "decode", scaled)
+    with caplog.at_level(logging.WARNING, "vtoken"):
+        found = [token for token, _, _ in Steps(folder, model).run(8, statistics_from=99)]
+    assert [record.message for record in caplog.records] == [
+        "steps cannot be replayed: the model computes something outside of the compiled kernels"
+    ]
+    monkeypatch.setattr(replay, "MOST_TOKENS", 0)
+    assert found == [token for token, _, _ in Steps(folder, model).run(8, statistics_from=99)]
+
+
+@pytest.mark.parametrize("backend", ["torch", "onednn"])
+def test_linears_that_cannot_be_recorded_are_left_alone(folder: Path, backend: str) -> None:
+    model = load_model(folder, kernels=COMPILED)
+    prepare_linears(model, backend=backend)
+    steps = Steps(folder, model)
+    list(steps.run(4, statistics_from=99))
+    assert not steps.executor._runner._replays._recorded
+
+
+def test_a_failed_recording_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(folder)
+    model = steps.executor._model
+    decode = type(model).decode
+
+    def failing(*args: object) -> Tensor:
+        decode(*args)
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(type(model), "decode", failing)
+    with pytest.raises(MemoryError, match="no more"):
+        list(steps.run(1, statistics_from=99))
+    monkeypatch.setattr(type(model), "decode", decode)
+    assert len(list(steps.run(5, statistics_from=99))) == 5
+    with torch.inference_mode():
+        assert all(found.is_proven for found in steps.executor._runner._replays._recorded.values())
