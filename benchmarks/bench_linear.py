@@ -97,7 +97,7 @@ def main() -> None:
                 rate = candidates[name][0].nbytes / seconds
                 cells = [f"{in_features} -> {out_features}", str(rows), name, f"{seconds * 1e6:,.0f}", spread]
                 cells += [f"{flops / seconds / 1e9:.1f}", f"{rate / 1e9:.1f}", f"{rate / bandwidth:.0%}"]
-                cells.append(f"{flops / seconds / peak:.0%}")
+                cells.append(f"{flops / seconds / peak:.0%}" if peak else "-")
                 cells.append(f"{medians['onednn'] / seconds:.2f}" if "onednn" in medians else "-")
                 print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\nbest float32 product: {peak / 1e9:.1f} GFLOP/s; read bandwidth after: {read_bandwidth() / 1e9:.1f} GB/s")

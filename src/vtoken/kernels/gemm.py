@@ -10,12 +10,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from vtoken.kernels import arena
 from vtoken.kernels.library import library
 from vtoken.kernels.tape import launch
 
 HOLDINGS: Final = {"f32": 0, "f16": 1, "bf16": 2, "g8": 3, "g4": 4, "int8": 5}
 GROUP: Final = 32  # weights along `in` that share a scale in g8, g4 and int8
-ALIGNMENT: Final = 64
 
 
 class _LinearArgs(Structure):
@@ -64,18 +64,20 @@ class PackedWeight:
         if holding in ("g8", "g4") and self.in_features % GROUP:
             raise ValueError(f"{holding} takes groups of {GROUP} weights, and {self.in_features} is no multiple of it")
         self._functions = _functions(isa)
+        self._multiply = self._functions.vtoken_linear
         self._holding = HOLDINGS[holding]
         self.nbytes = self._functions.vtoken_linear_bytes(self._holding, self.out_features, self.in_features)
-        # torch's own memory is aligned so for any size on the CPU.
-        self._packed = torch.empty(self.nbytes, dtype=torch.uint8)
-        assert self._packed.data_ptr() % ALIGNMENT == 0
+        self._packed = arena.allocate(self.nbytes)
+        self._address = self._packed.data_ptr()
+        # Bytes a row: the activations as codes, with a scale and a sum for each group.
+        self._scratch = -(-self.in_features // GROUP) * (GROUP + 8) if holding == "int8" else 0
         weight = weight.contiguous()
         failed = self._functions.vtoken_linear_pack(
             weight.data_ptr(),
             self.out_features,
             self.in_features,
             self._holding,
-            self._packed.data_ptr(),
+            self._address,
             torch.get_num_threads(),
         )
         if failed:
@@ -83,47 +85,51 @@ class PackedWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [T, in] @ weight.T + bias [out] -> [T, out], float32; added to `out` where that is given."""
-        assert x.shape[1:] == (self.in_features,)
-        assert x.dtype == torch.float32
-        if x.stride(1) != 1:
+        num_rows, in_features = x.shape
+        assert in_features == self.in_features
+        assert x.dtype is torch.float32
+        x_stride, step = x.stride()
+        if step != 1:
             x = x.contiguous()
+            x_stride = in_features
         accumulate = out is not None
         if out is None:
-            out = x.new_empty(len(x), self.out_features)
-        assert out.shape == (len(x), self.out_features)
-        assert (out.stride(1), out.dtype) == (1, torch.float32)
+            out = torch.empty(num_rows, self.out_features)
+            out_stride = self.out_features
+        else:
+            out_stride, step = out.stride()
+            assert out.shape == (num_rows, self.out_features)
+            assert (step, out.dtype) == (1, torch.float32)
+        scratch = torch.empty(num_rows * self._scratch, dtype=torch.uint8) if self._scratch else None
+        # New for each call: a tape may keep it, and threads may share a weight.
         args = _LinearArgs(
             x.data_ptr(),
-            self._packed.data_ptr(),
+            self._address,
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            len(x),
-            self.in_features,
+            num_rows,
+            in_features,
             self.out_features,
-            x.stride(0),
-            out.stride(0),
+            x_stride,
+            out_stride,
             self._holding,
             torch.get_num_threads(),
             accumulate,
+            None if scratch is None else scratch.data_ptr(),
         )
-        scratch = None
-        if self._holding == HOLDINGS["int8"]:
-            # The activations as codes, with a scale and a sum for each group.
-            scratch = torch.empty(len(x) * -(-self.in_features // GROUP) * (GROUP + 8), dtype=torch.uint8)
-            args.scratch = scratch.data_ptr()
-        launch(self._functions.vtoken_linear, args, x, bias, out, scratch)
+        launch(self._multiply, args, x, bias, out, scratch)
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [T] (int64, within range) of the weight -> [T, in]."""
         ids = ids.contiguous()
-        out = torch.empty(len(ids), self.in_features)
+        out = torch.empty(ids.shape[0], self.in_features)
         self._functions.vtoken_linear_rows(
-            self._packed.data_ptr(),
+            self._address,
             self.in_features,
             self._holding,
             ids.data_ptr(),
-            len(ids),
+            ids.shape[0],
             out.data_ptr(),
             torch.get_num_threads(),
         )

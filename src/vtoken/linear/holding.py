@@ -21,7 +21,8 @@ def exact_holdings(weight: Tensor) -> frozenset[Holding]:
     """
     weight = weight.contiguous()
     if without_kernels() is None:
-        return frozenset(holding for holding in HOLDINGS if holding in gemm.exact_holdings(weight))
+        exact = gemm.exact_holdings(weight)  # looks at every number: once
+        return frozenset(holding for holding in HOLDINGS if holding in exact)
     found: set[Holding] = {"f32"}  # what torch's own kernels could use
     if torch.equal(weight.half().float(), weight):
         found.add("f16")

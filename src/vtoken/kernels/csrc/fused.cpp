@@ -53,16 +53,36 @@ void rotate_head(float* x, const float* cos, const float* sin, int64_t half) {
   }
 }
 
-// The inverse of its scale turns a head into codes; see `quant.kv_format` for zeros, NaN and infinities.
-float scale_of(const float* x, int64_t width, float largest, bool* finite) {
-  float most = 0;
-  *finite = true;
-  for (int64_t i = 0; i < width; ++i) {
-    const float magnitude = std::fabs(x[i]);
-    if (!(magnitude <= 3.402823466e38f)) *finite = false;
-    most = magnitude > most ? magnitude : most;
+// What becomes the largest code; NaN where a number is not finite, see `quant.kv_format`.
+float peak_of(const float* x, int64_t width) {
+  Vec most{}, odd{};  // x - x is 0 for numbers and NaN for the rest
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vec v = load(x + i);
+    most = max(v < Vec{} ? -v : v, most);
+    odd += v - v;
   }
-  return *finite ? most / largest : std::nanf("");
+  float top = peak(most), rest = sum(odd);
+  for (; i < width; ++i) {
+    top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top;
+    rest += x[i] - x[i];
+  }
+  return top + rest;
+}
+
+// Finite numbers of at most the largest code in magnitude, as codes in the low byte of each lane: to nearest even.
+template <KVFormat F>
+VecInt code_of(Vec v) {
+  if constexpr (F == kInt8) {
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: its last place is 1
+    return bitcast(v + magic) - bitcast(magic);
+  } else {
+    const VecInt bits = bitcast(v), magnitude = bits & 0x7fffffff;
+    const VecInt normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+    const VecInt small = bitcast(bitcast(magnitude) + splat(0x1p14f)) & 0xff;  // multiples of 2^-9
+    const VecInt code = magnitude < 0x3c800000 ? small : normal;               // below 2^-6
+    return (bits >> 24 & 0x80) | (code > 0x7e ? VecInt{} + 0x7e : code);
+  }
 }
 
 template <KVFormat F>
@@ -76,20 +96,27 @@ void encode_head(float* x, void* cells, int64_t at, float* scale, int64_t width)
       x[i] = decode_one<F>(to, i);
     }
   } else {
-    bool finite;
-    const float s = scale_of(x, width, F == kInt8 ? kInt8Max : kFp8Max, &finite);
+    const float largest = F == kInt8 ? kInt8Max : kFp8Max;
+    const float s = peak_of(x, width) / largest;
     *scale = s;
     uint8_t* to = static_cast<uint8_t*>(cells) + at;
-    for (int64_t i = 0; i < width; ++i) {
-      float code = finite && s > 0 ? x[i] / s : 0.0f;
-      if (!std::isfinite(code)) code = 0.0f;
-      if constexpr (F == kInt8) {
-        code = std::nearbyint(code);
-        code = code > kInt8Max ? kInt8Max : code < -kInt8Max ? -kInt8Max : code;
-        to[i] = uint8_t(int8_t(code));
-      } else {
-        to[i] = float_to_fp8(code);
-      }
+    if (!(s > 0)) {  // zeros, numbers too small for a scale, or a fault: the scale alone tells what they decode to
+      std::memset(to, 0, width);
+      for (int64_t i = 0; i < width; ++i) x[i] = 0.0f * s;
+      return;
+    }
+    typedef uint8_t Narrow __attribute__((vector_size(kLanes)));
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes) {
+      Vec v = load(x + i) / splat(s);  // a subnormal scale may have lost bits, so codes are kept within bounds
+      v = v > splat(largest) ? splat(largest) : v < splat(-largest) ? splat(-largest) : v;
+      const Narrow codes = __builtin_convertvector(code_of<F>(v), Narrow);
+      std::memcpy(to + i, &codes, sizeof codes);
+      store(x + i, decode<F>(to, i) * splat(s));
+    }
+    for (; i < width; ++i) {
+      const float v = x[i] / s;
+      to[i] = uint8_t(code_of<F>(splat(v > largest ? largest : v < -largest ? -largest : v))[0]);
       x[i] = decode_one<F>(to, i) * s;
     }
   }

@@ -76,25 +76,6 @@ inline float fp8_to_float(uint8_t code) {
   return half_to_float(uint16_t((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
 }
 
-inline uint8_t float_to_fp8(float x) {  // nearest even; beyond 448 to 448
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint8_t sign = bits >> 24 & 0x80;
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return sign | 0x7f;
-  float magnitude;
-  std::memcpy(&magnitude, &bits, 4);
-  if (magnitude >= kFp8Max) return sign | 0x7e;
-  if (magnitude < 0x1p-6f) {  // subnormal: multiples of 2^-9
-    magnitude += 0x1p14f;     // whose last place is 2^-9
-    std::memcpy(&bits, &magnitude, 4);
-    return sign | (bits & 0xff);
-  }
-  bits += 0x7ffff + (bits >> 20 & 1);
-  const uint32_t code = (bits >> 20) - (120 << 3);
-  return sign | (code > 0x7e ? 0x7e : code);
-}
-
 // One vector of kLanes elements at `from + at`, as float, without the scale.
 template <KVFormat F>
 inline Vec decode(const void* from, int64_t at);

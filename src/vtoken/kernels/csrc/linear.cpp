@@ -13,15 +13,13 @@ namespace {
 // Rows of one register tile: accumulators for 2 vectors each, beside 2 vectors of weights and a broadcast, out of 32
 // registers (AVX-512) or 16.
 constexpr int kMaxTile = kLanes == 16 ? 14 : 6;
-constexpr int kMinTile = kMaxTile / 2;
 // Up to so many rows weights are widened in registers; above, once into a buffer that all rows then read.
 constexpr int kMaxDirect = kLanes == 16 ? 8 : 4;
+constexpr int kMinTile = std::min(kMaxDirect + 1, kMaxTile / 2);
 constexpr int64_t kChunk = 128;  // k of that buffer: it lies in the first-level cache beside the rows
 
-static_assert(kMaxDirect >= kMinTile && kMaxDirect + 1 <= kMaxTile);
-
-// kRows rows times `num_k` k of a panel, while what comes next is fetched.
-template <class Hold, int kRows>
+// kRows rows times `num_k` k of a panel. What comes next is fetched: of the panel itself where it is read directly.
+template <class Hold, int kRows, bool kDirect>
 void tile(const uint8_t* panel, int64_t num_k, const float* x, int64_t stride, const Target& to) {
   Vec acc[2 * kRows];
   unroll<2 * kRows>([&](auto n) VTOKEN_INLINE { acc[n] = Vec{}; });
@@ -35,10 +33,15 @@ void tile(const uint8_t* panel, int64_t num_k, const float* x, int64_t stride, c
   };
   const uint8_t* next = to.next;
   int64_t k = 0;
-  for (; k + Hold::kGroup <= num_k; k += Hold::kGroup, panel += Hold::kBytes, next += to.next_step) {
+  for (; k + Hold::kGroup <= num_k; k += Hold::kGroup, panel += Hold::kBytes) {
     Hold group;
     group.begin(panel);
-    prefetch(next, to.next_step);
+    if constexpr (kDirect) {
+      prefetch(panel + kPrefetch, Hold::kBytes);
+    } else {
+      prefetch(next, to.next_step);
+      next += to.next_step;
+    }
     for (int b = 0; b < Hold::kGroup; b += 8) {
       group.block(b);
       unroll<8>([&](auto i) VTOKEN_INLINE { step(group, i, x + k + b + i); });
@@ -58,9 +61,9 @@ void tile(const uint8_t* panel, int64_t num_k, const float* x, int64_t stride, c
 using Tile = void (*)(const uint8_t*, int64_t, const float*, int64_t, const Target&);
 
 // The tile of `rows` rows, kLeast <= rows < kLeast + the number of indices.
-template <class Hold, int kLeast, int... kIndex>
+template <class Hold, int kLeast, bool kDirect, int... kIndex>
 Tile pick(int64_t rows, std::integer_sequence<int, kIndex...>) {
-  static constexpr Tile kTiles[] = {tile<Hold, kLeast + kIndex>...};
+  static constexpr Tile kTiles[] = {tile<Hold, kLeast + kIndex, kDirect>...};
   return kTiles[rows - kLeast];
 }
 
@@ -93,19 +96,16 @@ void widen(const uint8_t* panel, int64_t num_k, float* out) {
 // All rows, few as they are, times one panel, widened in registers.
 template <class Hold>
 void multiply_few(const LinearArgs& a, int64_t panel) {
-  float sums[kMaxDirect * kPanel];
+  alignas(64) float sums[kMaxDirect * kPanel];
   const uint8_t* weights = a.packed + panel * panel_bytes<Hold>(a.in_features);
-  const Tile tile = pick<Hold, 1>(a.num_rows, std::make_integer_sequence<int, kMaxDirect>{});
+  const Tile tile = pick<Hold, 1, true>(a.num_rows, std::make_integer_sequence<int, kMaxDirect>{});
   Target to = target(a, panel, 0);
   to.sums = sums;
-  to.next_step = Hold::kBytes;
   for (int64_t start = 0; start == 0 || start < a.in_features; start += kChunk) {
     const int64_t num_k = std::min(kChunk, a.in_features - start);
     to.first = start == 0;
     to.last = start + num_k >= a.in_features;
-    const uint8_t* chunk = weights + panel_bytes<Hold>(start);
-    to.next = chunk + kPrefetch;
-    tile(chunk, num_k, a.x + start, a.x_stride, to);
+    tile(weights + panel_bytes<Hold>(start), num_k, a.x + start, a.x_stride, to);
   }
 }
 
@@ -131,14 +131,14 @@ void multiply_many(const LinearArgs& a, int64_t panel, int64_t begin, int64_t en
       chunk = (const uint8_t*)wide;
     }
     for (int64_t t = 0; t < num_tiles; ++t) {
-      // Tiles of even sizes: beyond kMaxDirect rows none is smaller than half of the largest.
+      // Tiles of even sizes: beyond kMaxDirect rows none is smaller than kMinTile.
       const int64_t from = rows * t / num_tiles, count = rows * (t + 1) / num_tiles - from;
       // The first two tiles fetch the next chunk, evenly, since few lines can be on their way at once.
       to.next = next + (t == 1 ? kChunkBytes / 2 : 0);
       to.next_step = t < 2 ? kChunkBytes / (kChunk / HoldF32::kGroup) / (num_tiles > 1 ? 2 : 1) : 0;
       to.sums = sums + from * kPanel;
       to.out = out + from * a.out_stride;
-      pick<HoldF32, kMinTile>(count, std::make_integer_sequence<int, kMaxTile - kMinTile + 1>{})(
+      pick<HoldF32, kMinTile, false>(count, std::make_integer_sequence<int, kMaxTile - kMinTile + 1>{})(
           chunk, num_k, a.x + (begin + from) * a.x_stride + start, a.x_stride, to);
     }
   }
@@ -146,21 +146,16 @@ void multiply_many(const LinearArgs& a, int64_t panel, int64_t begin, int64_t en
 
 template <class Hold>
 void run(const LinearArgs& a) {
-  const int64_t num_panels = (a.out_features + kPanel - 1) / kPanel;
-  const int64_t num_blocks = (a.num_rows + kRowBlock - 1) / kRowBlock;
-  const bool threads = a.num_threads > 1 && a.num_rows * a.in_features * a.out_features > kWorthThreads;
-  // A few panels at a time, so that a thread that is held up leaves its share to the others.
-  const int64_t share = std::max<int64_t>(1, num_panels / (a.num_threads * 4));
-#pragma omp parallel for collapse(2) schedule(dynamic, share) num_threads(a.num_threads) if (threads)
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    for (int64_t panel = 0; panel < num_panels; ++panel) {
+#pragma omp parallel num_threads(a.num_threads) if (worth_threads(a))
+  divide(a, [&](int64_t panel, int64_t last_panel, int64_t begin, int64_t end) {
+    for (; panel < last_panel; ++panel) {
       if (a.num_rows <= kMaxDirect) {
         multiply_few<Hold>(a, panel);
       } else {
-        multiply_many<Hold>(a, panel, a.num_rows * block / num_blocks, a.num_rows * (block + 1) / num_blocks);
+        multiply_many<Hold>(a, panel, begin, end);
       }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 // lanes. Groups are of kGroup32 consecutive k of one output:
 //
 //   f32, f16, bf16   [k][kPanel] numbers
-//   g8               per group: fp16 scale [kPanel], int8 code [32][kPanel];             w = scale * code
+//   g8               per group: fp16 scale [kPanel], codes of 8 bits (HoldG8::place);    w = scale * code
 //   g4               per group: fp16 scale [kPanel], fp16 offset [kPanel], then for every 8 k a uint32 [kPanel] with
 //                    the code of the i-th k in bits 4 i .. 4 i + 3;                      w = scale * code + offset
 //   int8             per group: fp16 scale [kPanel], then for every 4 k four bytes code + 128 [kPanel][4]
@@ -53,9 +53,7 @@ inline Vec load_bf16(const uint16_t* from) {
 }
 
 inline Vec load_int8(const int8_t* from) {
-#if defined(VTOKEN_AVX512)
-  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(VTOKEN_AVX2)
+#if defined(VTOKEN_AVX2)
   return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 #else
   Vec v;
@@ -90,8 +88,57 @@ struct HoldBF16 {
   Vec get(int i, int half) const { return load_bf16(at + i * kPanel + half * kLanes); }
 };
 
+#if defined(VTOKEN_AVX512)
+// Codes as in int8: four consecutive k, each plus 128, in a word of each output.
 struct HoldG8 {
-  static constexpr int kGroup = kGroup32, kBytes = kPanel * (2 + kGroup32), kUnit = 0;
+  static constexpr int kGroup = kGroup32, kBytes = kPanel * (2 + kGroup32), kUnit = 0, kBias = 128;
+  static constexpr int place(int i, int lane) { return (i / 4 * kPanel + lane) * 4 + i % 4; }
+  const uint8_t *codes, *at;
+  Vec scale[2], offset[2];
+  void begin(const uint8_t* group) {
+    codes = group + 2 * kPanel;
+    unroll<2>([&](auto half) VTOKEN_INLINE {
+      const Vec whole = load_f16((const uint16_t*)group + half * kLanes);
+      scale[half] = whole * splat(0x1p-8f);
+      offset[half] = whole * splat(-0x1p15f - 128);
+    });
+  }
+  void block(int b) { at = codes + b * kPanel; }
+  // A masked load puts the code into the mantissa of 2^23, which makes it 2^23 + 256 * (code + 128): no shift, no
+  // conversion. Both factors and the offset are exact (11 + 9 bits), and so is the result, rounded once: an intrinsic,
+  // since the compiler may otherwise fuse the offset's product instead of this one.
+  Vec get(int i, int half) const {
+    const __m512i bits = _mm512_mask_loadu_epi8(_mm512_set1_epi32(0x4b000000), 0x2222222222222222,
+                                                at + place(i, half * kLanes) - 1);
+    return (Vec)_mm512_fmadd_ps((__m512)bits, (__m512)scale[half], (__m512)offset[half]);
+  }
+};
+
+struct HoldG4 {
+  static constexpr int kGroup = kGroup32, kBytes = kPanel * (4 + kGroup32 / 2), kUnit = 0;
+  const uint8_t *codes, *at;
+  Vec scale[2], offset[2];
+  void begin(const uint8_t* group) {
+    codes = group + 4 * kPanel;
+    unroll<2>([&](auto half) VTOKEN_INLINE {
+      scale[half] = load_f16((const uint16_t*)group + half * kLanes);
+      offset[half] = load_f16((const uint16_t*)group + kPanel + half * kLanes);
+    });
+  }
+  void block(int b) { at = codes + b / 2 * kPanel; }
+  // A permutation looks at the lowest 4 bits of a word, and loads from odd addresses bring half of the codes there:
+  // as a table of the numbers 0 to 15 it converts without a mask. Loads end up to 3 bytes behind the group.
+  Vec get(int i, int half) const {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i bits = _mm512_loadu_si512(at + half * kLanes * 4 + i / 2);
+    if (i % 2) bits = _mm512_srli_epi32(bits, 4);
+    return fma((Vec)_mm512_permutexvar_ps(bits, numbers), scale[half], offset[half]);
+  }
+};
+#else
+struct HoldG8 {
+  static constexpr int kGroup = kGroup32, kBytes = kPanel * (2 + kGroup32), kUnit = 0, kBias = 0;
+  static constexpr int place(int i, int lane) { return i * kPanel + lane; }
   const int8_t *codes, *row;
   Vec scale[2];
   void begin(const uint8_t* group) {
@@ -124,16 +171,11 @@ struct HoldG4 {
   // A code left at its place in the mantissa of 2^23 is code * 16^j + 2^23: no shift, no conversion.
   Vec get(int i, int half) const {
     const int j = i % 4;
-    const VecInt two23 = VecInt{} + 0x4b000000, mask = VecInt{} + (15 << 4 * j);
-#if defined(VTOKEN_AVX512)
-    const VecInt bits =
-        (VecInt)_mm512_ternarylogic_epi32((__m512i)word[half][i / 4], (__m512i)mask, (__m512i)two23, 0xea);  // a & b | c
-#else
-    const VecInt bits = (word[half][i / 4] & mask) | two23;
-#endif
+    const VecInt bits = (word[half][i / 4] & (15 << 4 * j)) | 0x4b000000;
     return fma(bitcast(bits) - splat(8388608.0f), scale[half][j], offset[half]);
   }
 };
+#endif
 
 constexpr int64_t kInt8GroupBytes = kPanel * (2 + kGroup32);
 

@@ -142,20 +142,19 @@ void multiply(const LinearArgs& a, const Quantised& x, int64_t panel, int64_t be
 
 void run_int8(const LinearArgs& a) {
   const Quantised x(a);
-  const int64_t num_panels = (a.out_features + kPanel - 1) / kPanel;
-  const int64_t num_blocks = (a.num_rows + kRowBlock - 1) / kRowBlock;
-  const bool threads = a.num_threads > 1 && a.num_rows * a.in_features * a.out_features > 2 * kWorthThreads;
-  const int64_t share = std::max<int64_t>(1, num_panels / (a.num_threads * 4));
+  const bool threads = worth_threads(a);
+  // Few rows are quantised in less time than threads need to meet.
+  const bool first = !threads || a.num_rows <= 4;
+  for (int64_t row = 0; first && row < a.num_rows; ++row) quantise_row(a, x, row);
 #pragma omp parallel num_threads(a.num_threads) if (threads)
   {
+    if (!first) {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < a.num_rows; ++row) quantise_row(a, x, row);
-#pragma omp for collapse(2) schedule(dynamic, share)
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      for (int64_t panel = 0; panel < num_panels; ++panel) {
-        multiply(a, x, panel, a.num_rows * block / num_blocks, a.num_rows * (block + 1) / num_blocks);
-      }
+      for (int64_t row = 0; row < a.num_rows; ++row) quantise_row(a, x, row);
     }
+    divide(a, [&](int64_t panel, int64_t last_panel, int64_t begin, int64_t end) {
+      for (; panel < last_panel; ++panel) multiply(a, x, panel, begin, end);
+    });
   }
 }
 

@@ -116,8 +116,8 @@ int64_t pack_row(const float* w, int64_t in_features, int holding, uint8_t* pane
         uint16_t* head = (uint16_t*)panel;
         head[lane] = group.scale;
         if (holding == kHoldG8) {
-          int8_t* codes = (int8_t*)(panel + 2 * kPanel);
-          for (int i = 0; i < kGroup32; ++i) codes[i * kPanel + lane] = group.codes[i];
+          uint8_t* codes = panel + 2 * kPanel;
+          for (int i = 0; i < kGroup32; ++i) codes[HoldG8::place(i, lane)] = uint8_t(group.codes[i] + HoldG8::kBias);
           panel += HoldG8::kBytes;
         } else {
           head[kPanel + lane] = group.offset;
@@ -154,8 +154,8 @@ void unpack_row(const uint8_t* panel, int lane, int64_t in_features, int holding
       case kHoldBF16: out[k] = bfloat_to_float(((const uint16_t*)panel)[at]); break;
       case kHoldG8: {
         const uint8_t* group = panel + k / kGroup32 * HoldG8::kBytes;
-        const int8_t* codes = (const int8_t*)(group + 2 * kPanel);
-        out[k] = codes[i * kPanel + lane] * half_to_float(((const uint16_t*)group)[lane]);
+        const int code = int8_t(group[2 * kPanel + HoldG8::place(int(i), lane)] - HoldG8::kBias);
+        out[k] = float(code) * half_to_float(((const uint16_t*)group)[lane]);
         break;
       }
       case kHoldG4: {

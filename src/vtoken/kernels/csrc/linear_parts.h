@@ -9,11 +9,31 @@ namespace vtoken {
 
 constexpr int64_t kPrefetch = 2048;  // bytes ahead, since hardware stops at each page
 constexpr int64_t kRowBlock = 256;   // rows that share a panel while it is near
-constexpr int64_t kWorthThreads = 1 << 17;  // multiplications below which waking a thread costs more than it brings
 
 void run_int8(const LinearArgs& args);
 
-inline void prefetch(const uint8_t* from, int64_t bytes) {
+// Waking a thread costs more than it brings for work of about 20 us: reading the weights counts as much as a row.
+inline bool worth_threads(const LinearArgs& a) {
+  return a.num_threads > 1 && (a.num_rows + 1) * a.in_features * a.out_features > 1 << 20;
+}
+
+// work(panels from, to, rows from, to) for shares of panels and blocks of up to kRowBlock rows. A few shares a thread,
+// of even sizes, so that a thread that is held up leaves some to the others. Within a parallel region.
+template <class Work>
+void divide(const LinearArgs& a, Work&& work) {
+  const int64_t num_panels = (a.out_features + kPanel - 1) / kPanel;
+  const int64_t num_blocks = (a.num_rows + kRowBlock - 1) / kRowBlock;
+  const int64_t num_shares = std::min<int64_t>(num_panels, a.num_threads * 4);
+#pragma omp for collapse(2) schedule(dynamic) nowait
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    for (int64_t share = 0; share < num_shares; ++share) {
+      work(num_panels * share / num_shares, num_panels * (share + 1) / num_shares,
+           a.num_rows * block / num_blocks, a.num_rows * (block + 1) / num_blocks);
+    }
+  }
+}
+
+VTOKEN_INLINE inline void prefetch(const uint8_t* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
 }
 
