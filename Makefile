@@ -45,7 +45,7 @@ format: $(READY) ## Fix formatting and what the linter can fix
 	@$(BIN)/ruff format .
 
 bench: $(READY) ## Run the recorded benchmarks
-	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	@for script in benchmarks/bench_*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script" || exit 1; done
 
 clean: ## Remove .venv and caches
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -1,7 +1,8 @@
 """Where the time of the peers' workloads goes, part by part, and how far each part is from what the machine allows.
 
 Timers are put around the engine's parts from outside; what a part calls is counted where it belongs, so the rows of a
-table add up to the step. The floor of the matrix products is the larger of their weights' bytes over the rate at which
+table add up to the step. Small steps, which in service are replayed in one call (`worker/replay.py`), go through Python
+here: what a replay saves is most of their glue and of the other kernels. The floor of the matrix products is the larger of their weights' bytes over the rate at which
 memory is read here and their operations over the rate of the best large product; that of attention is the same of KV
 bytes and of scores and sums. Both rates are measured in the same process, before and after each workload, and the best
 counts. Steps that compute prompt tokens are "prefill", all others "decode".
@@ -39,7 +40,7 @@ from vtoken.linear.registry import KERNELS
 from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.models.layers import Embedding, Linear
 from vtoken.schedule.plan import StepPlan
-from vtoken.worker import runner
+from vtoken.worker import replay, runner
 
 # Parts in the order of the tables; "glue" is what is left of a step: torch's and Python's own time between the others.
 PARTS = ("linear", "attention", "other kernels", "sampling", "scheduling", "books", "results", "text", "glue")
@@ -421,6 +422,7 @@ def main() -> None:
     if unknown := set(chosen) - set(offered):
         parser.error(f"unknown workloads {sorted(unknown)}; known: {', '.join(offered)}")
     torch.set_num_threads(args.threads)
+    replay.MOST_TOKENS = 0  # a replayed step is one call, into which no timer reaches
     own = {name: getattr(args, name) for name in ("dtype", "quantization", "kv_cache_dtype", "linear_backend")}
     own = {name: value for name, value in own.items() if value is not None}
 

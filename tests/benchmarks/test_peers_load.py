@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -155,8 +156,8 @@ def test_a_spec_comes_back_from_json() -> None:
 def test_offline_runs_warm_up_first_and_time_the_first_token_apart(kind: Kind) -> None:
     calls: list[tuple[list[int], int]] = []
 
-    def generate(asked: object, output_tokens: int) -> list[list[int]]:
-        [prompt] = asked  # type: ignore[misc]
+    def generate(asked: Sequence[list[int]], output_tokens: int) -> list[list[int]]:
+        [prompt] = asked
         calls.append((prompt, output_tokens))
         return [[prompt[0]] * output_tokens]
 

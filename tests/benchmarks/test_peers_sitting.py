@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import prompts
 from benchmarks.peers import sitting as sitting_module
 from benchmarks.peers.cell import Outcome
 from benchmarks.peers.engines import Engine
@@ -53,7 +54,7 @@ def answer(spec: Spec, seconds: float = 2.0, others: float = 0.0) -> Outcome:
 
 @pytest.fixture(autouse=True)
 def corpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sitting_module.prompts, "corpus", lambda model: (list(range(50_000)), "numbers"))
+    monkeypatch.setattr(prompts, "corpus", lambda model: (list(range(50_000)), "numbers"))
 
 
 def options(workloads: Sequence[Workload] = (BATCH,), engines: Sequence[Engine] = (A, B), **more: Any) -> Options:

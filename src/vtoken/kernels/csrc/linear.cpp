@@ -42,9 +42,9 @@ void tile(const uint8_t* panel, int64_t num_k, const float* x, int64_t stride, c
       prefetch(next, to.next_step);
       next += to.next_step;
     }
-    for (int b = 0; b < Hold::kGroup; b += 8) {
+    for (int b = 0; b < Hold::kGroup; b += Hold::kBlock) {
       group.block(b);
-      unroll<8>([&](auto i) VTOKEN_INLINE { step(group, i, x + k + b + i); });
+      unroll<Hold::kBlock>([&](auto i) VTOKEN_INLINE { step(group, i, x + k + b + i); });
     }
   }
   if constexpr (Hold::kUnit > 0) {
@@ -74,9 +74,9 @@ void widen(const uint8_t* panel, int64_t num_k, float* out) {
   for (; k + Hold::kGroup <= num_k; k += Hold::kGroup, panel += Hold::kBytes) {
     Hold group;
     group.begin(panel);
-    for (int b = 0; b < Hold::kGroup; b += 8) {
+    for (int b = 0; b < Hold::kGroup; b += Hold::kBlock) {
       group.block(b);
-      unroll<8>([&](auto i) VTOKEN_INLINE {
+      unroll<Hold::kBlock>([&](auto i) VTOKEN_INLINE {
         store(out + (k + b + i) * kPanel, group.get(i, 0));
         store(out + (k + b + i) * kPanel + kLanes, group.get(i, 1));
       });
@@ -147,7 +147,7 @@ void multiply_many(const LinearArgs& a, int64_t panel, int64_t begin, int64_t en
 template <class Hold>
 void run(const LinearArgs& a) {
 #pragma omp parallel num_threads(a.num_threads) if (worth_threads(a))
-  divide(a, [&](int64_t panel, int64_t last_panel, int64_t begin, int64_t end) {
+  divide(a, a.num_rows, kRowBlock, [&](int64_t panel, int64_t last_panel, int64_t begin, int64_t end) {
     for (; panel < last_panel; ++panel) {
       if (a.num_rows <= kMaxDirect) {
         multiply_few<Hold>(a, panel);

@@ -62,10 +62,10 @@ inline Vec load_int8(const int8_t* from) {
 #endif
 }
 
-// Each holding: kGroup k at a time, kBytes for them in a panel. begin(group), then block(b) for b = 0, 8, ..., then
-// get(i, half) gives k = b + i of the first or second half of the outputs; i is a constant after unrolling.
+// Each holding: kGroup k at a time, kBytes for them in a panel. begin(group), then block(b) for b = 0, kBlock, ...,
+// then get(i, half) gives k = b + i of the first or second half of the outputs; i is a constant after unrolling.
 struct HoldF32 {
-  static constexpr int kGroup = 8, kBytes = kGroup * kPanel * 4, kUnit = kPanel * 4;  // kUnit: bytes of one k
+  static constexpr int kGroup = 4, kBlock = 4, kBytes = kGroup * kPanel * 4, kUnit = kPanel * 4;  // kUnit: bytes of one k
   const float* at;
   void begin(const uint8_t* group) { at = (const float*)group; }
   void block(int) {}
@@ -73,7 +73,7 @@ struct HoldF32 {
 };
 
 struct HoldF16 {
-  static constexpr int kGroup = 8, kBytes = kGroup * kPanel * 2, kUnit = kPanel * 2;
+  static constexpr int kGroup = 4, kBlock = 4, kBytes = kGroup * kPanel * 2, kUnit = kPanel * 2;
   const uint16_t* at;
   void begin(const uint8_t* group) { at = (const uint16_t*)group; }
   void block(int) {}
@@ -81,7 +81,7 @@ struct HoldF16 {
 };
 
 struct HoldBF16 {
-  static constexpr int kGroup = 8, kBytes = kGroup * kPanel * 2, kUnit = kPanel * 2;
+  static constexpr int kGroup = 4, kBlock = 4, kBytes = kGroup * kPanel * 2, kUnit = kPanel * 2;
   const uint16_t* at;
   void begin(const uint8_t* group) { at = (const uint16_t*)group; }
   void block(int) {}
@@ -91,7 +91,7 @@ struct HoldBF16 {
 #if defined(VTOKEN_AVX512)
 // Codes as in int8: four consecutive k, each plus 128, in a word of each output.
 struct HoldG8 {
-  static constexpr int kGroup = kGroup32, kBytes = kPanel * (2 + kGroup32), kUnit = 0, kBias = 128;
+  static constexpr int kGroup = kGroup32, kBlock = 4, kBytes = kPanel * (2 + kGroup32), kUnit = 0, kBias = 128;
   static constexpr int place(int i, int lane) { return (i / 4 * kPanel + lane) * 4 + i % 4; }
   const uint8_t *codes, *at;
   Vec scale[2], offset[2];
@@ -115,7 +115,7 @@ struct HoldG8 {
 };
 
 struct HoldG4 {
-  static constexpr int kGroup = kGroup32, kBytes = kPanel * (4 + kGroup32 / 2), kUnit = 0;
+  static constexpr int kGroup = kGroup32, kBlock = 4, kBytes = kPanel * (4 + kGroup32 / 2), kUnit = 0;
   const uint8_t *codes, *at;
   Vec scale[2], offset[2];
   void begin(const uint8_t* group) {
@@ -125,7 +125,7 @@ struct HoldG4 {
       offset[half] = load_f16((const uint16_t*)group + kPanel + half * kLanes);
     });
   }
-  void block(int b) { at = codes + b / 2 * kPanel; }
+  void block(int b) { at = codes + b / 8 * 4 * kPanel + b % 8 / 2; }
   // A permutation looks at the lowest 4 bits of a word, and loads from odd addresses bring half of the codes there:
   // as a table of the numbers 0 to 15 it converts without a mask. Loads end up to 3 bytes behind the group.
   Vec get(int i, int half) const {
@@ -137,7 +137,7 @@ struct HoldG4 {
 };
 #else
 struct HoldG8 {
-  static constexpr int kGroup = kGroup32, kBytes = kPanel * (2 + kGroup32), kUnit = 0, kBias = 0;
+  static constexpr int kGroup = kGroup32, kBlock = 4, kBytes = kPanel * (2 + kGroup32), kUnit = 0, kBias = 0;
   static constexpr int place(int i, int lane) { return i * kPanel + lane; }
   const int8_t *codes, *row;
   Vec scale[2];
@@ -150,7 +150,7 @@ struct HoldG8 {
 };
 
 struct HoldG4 {
-  static constexpr int kGroup = kGroup32, kBytes = kPanel * (4 + kGroup32 / 2), kUnit = 0;
+  static constexpr int kGroup = kGroup32, kBlock = 8, kBytes = kPanel * (4 + kGroup32 / 2), kUnit = 0;
   const uint8_t* codes;
   Vec scale[2][4], offset[2];  // the scale divided by 1, 16, 256, 4096: for codes that stay where they are in a word
   VecInt word[2][2];

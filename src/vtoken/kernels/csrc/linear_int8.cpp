@@ -7,21 +7,26 @@ namespace {
 
 constexpr int kMaxRows = kLanes == 16 ? 6 : 3;  // two integer and two float accumulators each
 
-// A row's share of LinearArgs::scratch, apart for all rows: codes [rows, groups, 32], scales and corrections [rows,
-// groups]. Weights are stored as code + 128 since the instruction wants one unsigned factor, so 128 times the sum of the
-// activations has to go.
-struct Quantised {
-  int8_t* codes;
-  float* scales;
-  int32_t* corrections;
-  int64_t groups;
-  Quantised(const LinearArgs& a) : codes((int8_t*)a.scratch), groups(int8_groups(a.in_features)) {
-    scales = (float*)(a.scratch + a.num_rows * groups * kGroup32);
-    corrections = (int32_t*)(scales + a.num_rows * groups);
-  }
+// A group of a row's activations. Weights are stored as code + 128 since the instruction wants one unsigned factor, so
+// 128 times the sum of the activations has to go.
+struct Activations {
+  int8_t codes[kGroup32];
+  float scale;
+  int32_t correction;
 };
 
-void quantise_group(const float* x, int8_t* codes, float* scale, int32_t* correction) {
+// All activations, in LinearArgs::scratch: by tile of up to kMaxRows rows, then group, then row, so that a tile reads
+// on. Tiles are of even sizes.
+struct Quantised {
+  Activations* at;
+  int64_t num_rows, groups, num_tiles;
+  explicit Quantised(const LinearArgs& a)
+      : at((Activations*)a.scratch), num_rows(a.num_rows), groups(int8_groups(a.in_features)),
+        num_tiles((a.num_rows + kMaxRows - 1) / kMaxRows) {}
+  int64_t start(int64_t tile) const { return num_rows * tile / num_tiles; }
+};
+
+void quantise_group(const float* x, Activations* to) {
   typedef int8_t Narrow __attribute__((vector_size(kLanes)));
   Vec largest{};
   bool finite = true;
@@ -32,7 +37,7 @@ void quantise_group(const float* x, int8_t* codes, float* scale, int32_t* correc
   }
   const float most = peak(largest);
   // Infinity has no code: like NaN it makes the row's results NaN.
-  *scale = finite ? most / 127 : __builtin_nanf("");
+  to->scale = finite ? most / 127 : __builtin_nanf("");
   const float inverse = finite && most > 0 ? 127 / most : 0;
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
   VecInt total{};
@@ -41,21 +46,23 @@ void quantise_group(const float* x, int8_t* codes, float* scale, int32_t* correc
     const VecInt code = finite ? bitcast(scaled + magic) - bitcast(magic) : VecInt{};
     total += code;
     const Narrow narrow = __builtin_convertvector(code, Narrow);
-    std::memcpy(codes + i, &narrow, kLanes);
+    std::memcpy(to->codes + i, &narrow, kLanes);
   }
   int32_t sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
-  *correction = -128 * sum;
+  to->correction = -128 * sum;
 }
 
-void quantise_row(const LinearArgs& a, const Quantised& to, int64_t row) {
-  const float* x = a.x + row * a.x_stride;
-  for (int64_t g = 0; g < to.groups; ++g) {
-    const int64_t at = row * to.groups + g, left = a.in_features - g * kGroup32;
-    float padded[kGroup32] = {};
-    if (left < kGroup32) std::memcpy(padded, x + g * kGroup32, left * sizeof(float));
-    quantise_group(left < kGroup32 ? padded : x + g * kGroup32, to.codes + at * kGroup32, to.scales + at,
-                   to.corrections + at);
+void quantise_tile(const LinearArgs& a, const Quantised& to, int64_t tile) {
+  const int64_t begin = to.start(tile), rows = to.start(tile + 1) - begin;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* x = a.x + (begin + row) * a.x_stride;
+    for (int64_t g = 0; g < to.groups; ++g) {
+      const int64_t left = a.in_features - g * kGroup32;
+      float padded[kGroup32] = {};
+      if (left < kGroup32) std::memcpy(padded, x + g * kGroup32, left * sizeof(float));
+      quantise_group(left < kGroup32 ? padded : x + g * kGroup32, to.at + begin * to.groups + g * rows + row);
+    }
   }
 }
 
@@ -87,25 +94,23 @@ inline VecInt dot4(VecInt acc, VecInt w, VecInt x) {
 #endif
 }
 
+// kRows rows times `groups` groups of a panel.
 template <int kRows>
-void tile(const uint8_t* panel, const Quantised& x, int64_t row, const Target& to) {
+void tile(const uint8_t* panel, const Activations* x, int64_t groups, const Target& to) {
   Vec sums[2 * kRows];
   unroll<2 * kRows>([&](auto n) VTOKEN_INLINE { sums[n] = Vec{}; });
-  const int8_t* codes = x.codes + row * x.groups * kGroup32;
-  const float* scales = x.scales + row * x.groups;
-  const int32_t* corrections = x.corrections + row * x.groups;
-  for (int64_t g = 0; g < x.groups; ++g, panel += kInt8GroupBytes) {
+  for (int64_t g = 0; g < groups; ++g, panel += kInt8GroupBytes, x += kRows) {
     prefetch(panel + kPrefetch, kInt8GroupBytes);
     const uint8_t* weights = panel + 2 * kPanel;
     VecInt acc[2 * kRows];
-    unroll<2 * kRows>([&](auto n) VTOKEN_INLINE { acc[n] = VecInt{} + corrections[n / 2 * x.groups + g]; });
+    unroll<kRows>([&](auto r) VTOKEN_INLINE { acc[2 * r] = acc[2 * r + 1] = VecInt{} + x[r].correction; });
     unroll<kGroup32 / 4>([&](auto i) VTOKEN_INLINE {
       VecInt w0, w1;
       std::memcpy(&w0, weights + i * kPanel * 4, sizeof w0);
       std::memcpy(&w1, weights + i * kPanel * 4 + sizeof w0, sizeof w1);
       unroll<kRows>([&](auto r) VTOKEN_INLINE {
         int32_t four;
-        std::memcpy(&four, codes + (r * x.groups + g) * kGroup32 + i * 4, 4);
+        std::memcpy(&four, x[r].codes + i * 4, 4);
         const VecInt all = VecInt{} + four;
         acc[2 * r] = dot4(acc[2 * r], w0, all);
         acc[2 * r + 1] = dot4(acc[2 * r + 1], w1, all);
@@ -113,7 +118,7 @@ void tile(const uint8_t* panel, const Quantised& x, int64_t row, const Target& t
     });
     const Vec scale0 = load_f16((const uint16_t*)panel), scale1 = load_f16((const uint16_t*)panel + kLanes);
     unroll<kRows>([&](auto r) VTOKEN_INLINE {
-      const Vec scale = splat(scales[r * x.groups + g]);
+      const Vec scale = splat(x[r].scale);
       sums[2 * r] = fma(__builtin_convertvector(acc[2 * r], Vec), scale * scale0, sums[2 * r]);
       sums[2 * r + 1] = fma(__builtin_convertvector(acc[2 * r + 1], Vec), scale * scale1, sums[2 * r + 1]);
     });
@@ -121,21 +126,18 @@ void tile(const uint8_t* panel, const Quantised& x, int64_t row, const Target& t
   finish(sums, to);
 }
 
-void multiply(const LinearArgs& a, const Quantised& x, int64_t panel, int64_t begin, int64_t end) {
-  float scratch[kMaxRows * kPanel];
-  const uint8_t* weights = a.packed + panel * x.groups * kInt8GroupBytes;
-  const int64_t rows = end - begin, num_tiles = (rows + kMaxRows - 1) / kMaxRows;
-  for (int64_t t = 0; t < num_tiles; ++t) {
-    const int64_t from = begin + rows * t / num_tiles, count = begin + rows * (t + 1) / num_tiles - from;
-    Target to = target(a, panel, from);
-    to.first = to.last = true;
-    to.sums = scratch;
-    using Tile = void (*)(const uint8_t*, const Quantised&, int64_t, const Target&);
-    [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
-      static constexpr Tile kTiles[] = {tile<kIndex + 1>...};
-      kTiles[count - 1](weights, x, from, to);
-    }(std::make_integer_sequence<int, kMaxRows>{});
-  }
+// The rows of a tile times one panel.
+void multiply(const LinearArgs& a, const Quantised& x, int64_t panel, int64_t row_tile) {
+  float sums[kMaxRows * kPanel];
+  const int64_t begin = x.start(row_tile), rows = x.start(row_tile + 1) - begin;
+  Target to = target(a, panel, begin);
+  to.first = to.last = true;
+  to.sums = sums;
+  using Tile = void (*)(const uint8_t*, const Activations*, int64_t, const Target&);
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+    static constexpr Tile kTiles[] = {tile<kIndex + 1>...};
+    kTiles[rows - 1](a.packed + panel * x.groups * kInt8GroupBytes, x.at + begin * x.groups, x.groups, to);
+  }(std::make_integer_sequence<int, kMaxRows>{});
 }
 
 }  // namespace
@@ -144,16 +146,18 @@ void run_int8(const LinearArgs& a) {
   const Quantised x(a);
   const bool threads = worth_threads(a);
   // Few rows are quantised in less time than threads need to meet.
-  const bool first = !threads || a.num_rows <= 4;
-  for (int64_t row = 0; first && row < a.num_rows; ++row) quantise_row(a, x, row);
+  const bool alone = !threads || x.num_tiles == 1;
+  for (int64_t t = 0; alone && t < x.num_tiles; ++t) quantise_tile(a, x, t);
 #pragma omp parallel num_threads(a.num_threads) if (threads)
   {
-    if (!first) {
+    if (!alone) {
 #pragma omp for schedule(static)
-      for (int64_t row = 0; row < a.num_rows; ++row) quantise_row(a, x, row);
+      for (int64_t t = 0; t < x.num_tiles; ++t) quantise_tile(a, x, t);
     }
-    divide(a, [&](int64_t panel, int64_t last_panel, int64_t begin, int64_t end) {
-      for (; panel < last_panel; ++panel) multiply(a, x, panel, begin, end);
+    divide(a, x.num_tiles, kRowBlock / kMaxRows, [&](int64_t panel, int64_t last_panel, int64_t begin, int64_t end) {
+      for (; panel < last_panel; ++panel) {
+        for (int64_t t = begin; t < end; ++t) multiply(a, x, panel, t);
+      }
     });
   }
 }

@@ -17,18 +17,19 @@ inline bool worth_threads(const LinearArgs& a) {
   return a.num_threads > 1 && (a.num_rows + 1) * a.in_features * a.out_features > 1 << 20;
 }
 
-// work(panels from, to, rows from, to) for shares of panels and blocks of up to kRowBlock rows. A few shares a thread,
-// of even sizes, so that a thread that is held up leaves some to the others. Within a parallel region.
+// work(panel from, to, row from, to) for shares of panels and blocks of up to `block_rows` of `rows` (or tiles of them).
+// A few shares a thread, of even sizes, so that a thread that is held up leaves some to the others. Within a parallel
+// region.
 template <class Work>
-void divide(const LinearArgs& a, Work&& work) {
+void divide(const LinearArgs& a, int64_t rows, int64_t block_rows, Work&& work) {
   const int64_t num_panels = (a.out_features + kPanel - 1) / kPanel;
-  const int64_t num_blocks = (a.num_rows + kRowBlock - 1) / kRowBlock;
+  const int64_t num_blocks = (rows + block_rows - 1) / block_rows;
   const int64_t num_shares = std::min<int64_t>(num_panels, a.num_threads * 4);
 #pragma omp for collapse(2) schedule(dynamic) nowait
   for (int64_t block = 0; block < num_blocks; ++block) {
     for (int64_t share = 0; share < num_shares; ++share) {
       work(num_panels * share / num_shares, num_panels * (share + 1) / num_shares,
-           a.num_rows * block / num_blocks, a.num_rows * (block + 1) / num_blocks);
+           rows * block / num_blocks, rows * (block + 1) / num_blocks);
     }
   }
 }
