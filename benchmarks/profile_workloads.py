@@ -2,10 +2,11 @@
 
 Timers are put around the engine's parts from outside; what a part calls is counted where it belongs, so the rows of a
 table add up to the step. Small steps, which in service are replayed in one call (`worker/replay.py`), go through Python
-here: what a replay saves is most of their glue and of the other kernels. The floor of the matrix products is the larger of their weights' bytes over the rate at which
-memory is read here and their operations over the rate of the best large product; that of attention is the same of KV
-bytes and of scores and sums. Both rates are measured in the same process, before and after each workload, and the best
-counts. Steps that compute prompt tokens are "prefill", all others "decode".
+here: what a replay saves is most of their glue and of the other kernels. The floor of the matrix products is the larger
+of their weights' bytes over the rate at which memory is read here and their operations over the rate of the best large
+product; that of attention is the same of KV bytes and of scores and sums. Both rates are measured in the same process,
+before and after each workload, and the best counts. Steps that compute prompt tokens are "prefill", the others
+"decode".
 
     python -m benchmarks.profile_workloads [--workloads W1,W3 --scale 0.1 --quantization int8 --json profile.json]
 """

@@ -25,7 +25,7 @@ def record(workload: str, engine: str, round_: int, seconds: float | None, **mor
         )
     status = "ok" if seconds is not None else "failed"
     at = f"2026-01-0{round_ + 1}T10:00:00+00:00"
-    return Record(workload, engine, round_, "print", more.pop("status", status), at, figures=figures, **more)  # type: ignore[arg-type]
+    return Record(workload, engine, round_, "print", more.pop("status", status), at, figures=figures, **more)
 
 
 def rounds(workload: str, engine: str, seconds: Sequence[float], **more: Any) -> list[Record]:

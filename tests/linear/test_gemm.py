@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.linear.weights import GROUP, instruction_sets, q4_0_weight, random_weight
+from vtoken.kernels import arena
 from vtoken.kernels.compiler import find_compiler
 from vtoken.kernels.gemm import PackedWeight, exact_holdings
 
@@ -208,3 +209,25 @@ class TestInt8:
     def test_weights_too_large_for_a_scale(self) -> None:
         with pytest.raises(ValueError, match="what int8 can hold"):
             PackedWeight(torch.full((2, 32), 1e9), "int8")
+
+
+class TestArena:
+    def test_pieces_are_aligned_zeroed_and_apart(self) -> None:
+        pieces = [arena.allocate(nbytes) for nbytes in (1, 64, 1000, arena.CHUNK + 1, 5)]
+        for number, piece in enumerate(pieces, 1):
+            assert piece.data_ptr() % arena.ALIGNMENT == 0
+            assert not piece.any()
+            piece.fill_(number)
+        assert [len(piece) for piece in pieces] == [1, 64, 1000, arena.CHUNK + 1, 5]
+        assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
+
+    def test_memory_is_given_back_with_the_last_piece(self) -> None:
+        first = arena.allocate(2 * arena.CHUNK)  # larger than any chunk there is
+        chunk = arena._chunk
+        second = arena.allocate(8)  # behind it: chunks are whole huge pages
+        assert chunk is not None
+        assert second.data_ptr() - first.data_ptr() == first.nbytes + arena.PADDING
+        del first
+        assert chunk() is not None
+        del second
+        assert chunk() is None

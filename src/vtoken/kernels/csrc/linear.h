@@ -10,7 +10,7 @@ enum LinearHolding : int32_t { kHoldF32 = 0, kHoldF16 = 1, kHoldBF16 = 2, kHoldG
 
 struct LinearArgs {
   const float* x;        // [num_rows, in_features]
-  const uint8_t* packed; // by vtoken_linear_pack
+  const uint8_t* packed; // by vtoken_linear_pack; up to 64 bytes behind it may be read
   const float* bias;     // [out_features] or null
   float* out;            // [num_rows, out_features]
   int64_t num_rows, in_features, out_features;
