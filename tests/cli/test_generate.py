@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,17 @@ def test_chat_without_a_template_is_refused(vtoken: Vtoken, plain_model: str) ->
     ran = vtoken("generate", plain_model, "-p", "Hi", "--chat", *SMALL)
     assert ran.code == 2
     assert ran.err.startswith("error: messages: this model has no chat template")
+
+
+def test_verbose_shows_what_was_settled_at_start(vtoken: Vtoken, plain_model: str, caplog) -> None:
+    vtoken("generate", plain_model, "-p", "x", "--verbose", *SMALL)
+    told = "\n".join(record.message for record in caplog.records)
+    assert "KV pool" in told
+    assert "linear 64 -> " in told
+    caplog.clear()
+    logging.getLogger("vtoken").setLevel(logging.NOTSET)
+    vtoken("generate", plain_model, "-p", "x", *SMALL)
+    assert not caplog.records
 
 
 def test_stats_show_what_the_memory_did(vtoken: Vtoken, plain_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -55,6 +56,9 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the memory did.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what the engine settles at start: kernels, sizes, pool.")
+    ] = False,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
@@ -88,6 +92,9 @@ def generate(
     texts = _read_prompts(prompt or [], prompts_file)
     params = SamplingParams(**sampling)
     config = EngineConfig(model=model, **engine)
+    if verbose:
+        logging.basicConfig(stream=sys.stderr, format="%(message)s")
+        logging.getLogger("vtoken").setLevel(logging.INFO)
     from vtoken.engine.llm import LLM
 
     with LLM(**dict(config)) as llm:

@@ -65,7 +65,8 @@ def build(isa: str = "native") -> Path:
         target = cache_dir() / "kernels" / _key(compiler, flags)
         if not (target / LIBRARY_NAME).is_file():
             with new_folder(target) as folder:
-                logger.info("compiling the CPU kernels for this machine, once; this takes some seconds")
+                # At a level that is seen without further ado: nobody should wait for this without a word.
+                logger.warning("compiling the CPU kernels for this machine, once; this takes some seconds")
                 _compile(compiler, flags, folder / LIBRARY_NAME)
     except CheckpointError as error:  # the cache cannot be written
         raise KernelsUnavailable(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -131,7 +132,9 @@ class FbgemmInt8Kernel(LinearKernel):
         ops: Any = torch.ops.quantized
         scales = weight.abs().amax(dim=1).double().div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
         zeros = torch.zeros(len(weight), dtype=torch.int64)
-        packed = ops.linear_prepack(torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8), bias)
+        with warnings.catch_warnings():  # that torch may drop this some day is our business, not the user's
+            warnings.simplefilter("ignore", UserWarning)
+            packed = ops.linear_prepack(torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8), bias)
         # Without VNNI, sums of two products saturate at 16 bits, so activations get 7 bits.
         reduce_range = "vnni" not in machine_id()
 
