@@ -60,6 +60,14 @@ def test_huge_pages_are_advice_only() -> None:
     assert torch.equal(x, torch.arange(3 * 2**20, dtype=torch.int32))
 
 
+def test_prefault_leaves_zeros() -> None:
+    store = KVStore(KVShape(2, 2, 8, "int8"), 4, 5)
+    for tensor in store.tensors:
+        tensor.fill_(7)
+    store.prefault()
+    assert not any(tensor.any() for tensor in store.tensors)
+
+
 def test_no_blocks_at_all() -> None:
     assert KVStore(KVShape(2, 2, 8, "float32"), 0, 16).nbytes == 0
 

@@ -50,6 +50,7 @@ def main() -> None:
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
         kv_memory=f"{KV_GIB}GiB",
+        prefault_kv=True,  # the peers' pools are written at start too
         enable_prefix_caching=False,
         **spec.settings,
     )

@@ -85,6 +85,12 @@ class EngineConfig(Settings):
         expected=f"{_SIZE}, or None",
         default=None,
     )
+    prefault_kv: bool = setting(
+        "Take the KV pool's memory at start instead of page by page as blocks are first written: a slower start, faster "
+        "first steps.",
+        expected=_SWITCH,
+        default=False,
+    )
     max_model_len: _Count | Literal["auto"] | None = setting(
         "The most tokens of a sequence, prompt and answer together: the model's own limit if not set, which the pool "
         "must hold; auto: the most that the model and the pool allow.",

@@ -57,6 +57,8 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         attention_backend=backend,
         kv_shape=shape,
     )
+    if config.prefault_kv:
+        executor.store.prefault()
     memory = KVCacheManager(
         sizes.num_blocks,
         config.block_size,

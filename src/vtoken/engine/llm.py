@@ -32,7 +32,7 @@ class LLM:
         model: a checkpoint folder, a .gguf file, or a name that `vtoken models list` shows.
         settings: fields of `EngineConfig`, named as in vLLM: dtype, block_size, num_blocks or kv_memory,
             max_model_len, max_num_seqs, max_num_batched_tokens, enable_prefix_caching, preemption, swap_space,
-            attention_backend, seed, tokenizer, skip_tokenizer_init.
+            kv_cache_dtype, quantization, attention_backend, linear_backend, seed, tokenizer, skip_tokenizer_init, ...
 
     Raises ConfigError or CheckpointError, in one line, for what cannot work.
     """

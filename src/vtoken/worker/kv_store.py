@@ -55,6 +55,11 @@ class KVStore:
         """All that has to move when a slot moves: every tensor is indexed [block, head, offset]."""
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
+    def prefault(self) -> None:
+        """Have the system hand out the memory of all blocks now, by writing zeros; what they held is lost."""
+        for tensor in self.tensors:
+            tensor.zero_()
+
     def release(self) -> None:
         """Give the memory back; the store has no blocks from then on."""
         self.num_blocks = 0
