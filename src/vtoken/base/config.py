@@ -86,7 +86,7 @@ class EngineConfig(Settings):
         default=None,
     )
     prefault_kv: bool = setting(
-        "Take the KV pool's memory at start instead of page by page as blocks are first written: a slower start, faster "
+        "Take the memory of the KV pool at start, not page by page as blocks are first written: a slower start, faster "
         "first steps.",
         expected=_SWITCH,
         default=False,
