@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers import environments, machine
-from benchmarks.peers.cell import ROOT
+from benchmarks.peers.cell import ROOT, end_on_sigterm
 from benchmarks.peers.engines import ENGINES
 from benchmarks.peers.figures import Goal
 from benchmarks.peers.report import Report, write_between_markers, write_json
@@ -51,6 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    end_on_sigterm()
     sizes = SMOKE if args.smoke else WORKLOADS
     engines = [ENGINES[name] for name in ENGINES if name in args.engines]
     if not machine.is_zen_with_avx512():  # AMD's kernels
@@ -75,14 +77,21 @@ def main() -> int:
     if args.setup_only:
         return 0
     folder = environments.peers_dir() / ("smoke" if args.smoke else "sitting")
-    if args.fresh:
-        shutil.rmtree(folder, ignore_errors=True)
-    sitting = Sitting(folder, options, environments.model_folder())
-    records = sitting.run()
-    has_arrivals = any(workload.kind == "arrivals" for workload in options.workloads)
-    rate = sitting.rate() if has_arrivals else None
+    with folder.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another driver is at work in {folder}; let it end first", file=sys.stderr)
+            return 1
+        if args.fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        sitting = Sitting(folder, options, environments.model_folder())
+        records = sitting.run()
+    # The page shows all that was measured, also by earlier calls for other workloads or engines.
+    workloads = list(sizes.values())
+    known = sitting.known(workloads, list(ENGINES.values()))
     facts = machine.facts() | {"prompts": sitting.sources}
-    report = Report(options.workloads, records, facts, rate, options.goal)
+    report = Report(workloads, known, facts, sitting.known_rate(), options.goal)
     if args.smoke:
         print(report.markdown())
     else:

@@ -8,10 +8,12 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import psutil
@@ -102,3 +104,12 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end the driver as Ctrl-C does, so that no cell is left running; `timeout` and job systems send it."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, stop)

@@ -76,6 +76,7 @@ class Sitting:
         self.folder = folder
         self.options = options
         self.records = RecordFile(folder / "records.jsonl")
+        self._rate_file = folder / "rate"  # of W5
         self.sources: dict[str, str] = {}  # workload name -> where its prompts are from
         self._model = model
         self._runner = runner
@@ -94,10 +95,32 @@ class Sitting:
             found.append(self._record_of(cell, cell.workload.name, rate, label))
         return found
 
-    def rate(self) -> float:
-        """Requests a second of W5. Raises ValueError if no engine is there to measure it with."""
+    def known(self, workloads: Sequence[Workload], engines: Sequence[Engine]) -> list[Record]:
+        """What has been measured of these so far, by this call or an earlier one, with settings that still hold."""
+        found: list[Record] = []
+        for workload in workloads:
+            rate = self.known_rate() if workload.kind == "arrivals" else math.inf
+            if rate is None:
+                continue
+            runs = self._requests(workload, rate)
+            for round_ in range(self.options.rounds):
+                for engine in engines:
+                    print_ = self._fingerprint(Cell(workload, engine, round_), runs)
+                    record = self.records.get(workload.name, engine.name, round_, print_)
+                    found += [] if record is None else [record]
+        return found
+
+    def known_rate(self) -> float | None:
+        """W5's requests a second if they are given or were found out before: one sitting has one rate."""
         if self.options.rate is not None:
             return self.options.rate
+        return float(self._rate_file.read_text()) if self._rate_file.is_file() else None
+
+    def rate(self) -> float:
+        """W5's requests a second, measured if need be. Raises ValueError if no engine is there to measure it with."""
+        known = self.known_rate()
+        if known is not None:
+            return known
         workload = next(workload for workload in self.options.workloads if workload.kind == "arrivals")
         capacities = []
         for engine in self.options.engines:
@@ -109,7 +132,9 @@ class Sitting:
             raise ValueError(
                 f"W5's rate is measured with {' and '.join(RATE_ENGINES)}; run one of them, or give --rate"
             )
-        return round(RATE_SHARE * min(capacities), 3)
+        rate = round(RATE_SHARE * min(capacities), 3)
+        self._rate_file.write_text(str(rate))
+        return rate
 
     def _record_of(self, cell: Cell, name: str, rate: float, label: str) -> Record:
         runs = self._requests(cell.workload, rate)

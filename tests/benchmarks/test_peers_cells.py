@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,10 +79,42 @@ def test_over_the_limit_a_cell_ends_with_all_it_started(tmp_path: Path, interpre
     assert outcome.timed_out
     assert outcome.reason == "over the limit of 0.5 s"
     child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 10
-    while _is_running(child) and time.monotonic() < deadline:
+    _wait_until(lambda: not _is_running(child))
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from benchmarks.peers import cell, environments
+from benchmarks.peers.engines import Engine
+from benchmarks.peers.workloads import Request, Spec
+environments.python_of = lambda family: Path(sys.argv[1])
+cell.end_on_sigterm()
+spec = Spec("batch", [[Request([1], 1)]], Request([1], 1), "model", {}, "peers", 2, 4, 100)
+cell.run_cell(Engine("e", "transformers", "float32"), spec, Path(sys.argv[2]), 60)
+"""
+
+
+def test_a_driver_that_is_told_to_end_ends_its_cell(tmp_path: Path) -> None:
+    child_file = tmp_path / "child"
+    interpreter = program(
+        tmp_path / "python", f"#!/bin/sh\necho $$ > {child_file}.new\nmv {child_file}.new {child_file}\nsleep 1000\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(interpreter), str(tmp_path / "cell")], cwd=cell.ROOT)
+    try:
+        _wait_until(child_file.exists)
+        driver.terminate()
+        assert driver.wait(30) == 128 + signal.SIGTERM
+        _wait_until(lambda: not _is_running(int(child_file.read_text())))
+    finally:
+        driver.kill()
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not _is_running(child)
 
 
 def _is_running(pid: int) -> bool:

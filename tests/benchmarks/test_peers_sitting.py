@@ -205,6 +205,25 @@ def test_a_rate_may_be_given_and_must_come_from_somewhere(tmp_path: Path) -> Non
         sit(tmp_path, Runner(), options((ARRIVALS,)))
 
 
+def test_what_earlier_calls_measured_is_known_and_one_sitting_has_one_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sitting_module, "RATE_ENGINES", ("a", "b"))
+    sit(tmp_path, Runner(), options(engines=(A,), rounds=2))
+    sit(tmp_path, Runner(), options((LATENCY, ARRIVALS), (B,), rounds=1))
+    runner = Runner()
+    sitting, _ = sit(tmp_path, runner, options((BATCH,), (INFO,), rounds=2))
+    known = sitting.known((BATCH, LATENCY, ARRIVALS), (A, B, INFO))
+    cells = [(each.workload, each.engine, each.round) for each in known]
+    assert cells == [("W1", "a", 0), ("W1", "info", 0), ("W1", "a", 1), ("W3", "b", 0), ("W5", "b", 0)]
+    rate = sitting.known_rate()
+    # That of b alone: a, which comes later, is measured against it and does not change it.
+    sitting, _ = sit(tmp_path, runner, options((ARRIVALS,), (A, B), rounds=1))
+    assert sitting.rate() == rate
+    assert runner.calls == ["info", "a"]
+    assert Sitting(tmp_path, options(engines=(A,), rate=9.0), Path("model")).known_rate() == 9.0
+
+
 def record(**changes: Any) -> Record:
     return replace(Record("W1", "a", 0, "print", "ok", "2026-01-01T00:00:00", figures={"seconds": 1.0}), **changes)
 
