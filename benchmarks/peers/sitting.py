@@ -86,8 +86,16 @@ class Sitting:
         self._vtoken = source_hash(ROOT / "src" / "vtoken")
 
     def run(self) -> list[Record]:
-        """Run what is missing; all records that belong to these options, in order."""
+        """Run what is missing; all records that belong to these options, in order.
+
+        Raises ValueError, before anything runs, if W5 is asked for and nobody is there to find its rate with.
+        """
         cells = list(order(self.options))
+        wants_rate = any(cell.workload.kind == "arrivals" for cell in cells) and self.known_rate() is None
+        if wants_rate and not any(engine.name in RATE_ENGINES for engine in self.options.engines):
+            raise ValueError(
+                f"W5's rate is measured with {' and '.join(RATE_ENGINES)}; run one of them, or give --rate"
+            )
         found: list[Record] = []
         for number, cell in enumerate(cells, 1):
             rate = self.rate() if cell.workload.kind == "arrivals" else math.inf
@@ -103,10 +111,10 @@ class Sitting:
             if rate is None:
                 continue
             runs = self._requests(workload, rate)
-            for round_ in range(self.options.rounds):
+            for round_ in range(self.records.num_rounds):
                 for engine in engines:
-                    print_ = self._fingerprint(Cell(workload, engine, round_), runs)
-                    record = self.records.get(workload.name, engine.name, round_, print_)
+                    mark = self._fingerprint(Cell(workload, engine, round_), runs)
+                    record = self.records.get(workload.name, engine.name, round_, mark)
                     found += [] if record is None else [record]
         return found
 
@@ -117,7 +125,7 @@ class Sitting:
         return float(self._rate_file.read_text()) if self._rate_file.is_file() else None
 
     def rate(self) -> float:
-        """W5's requests a second, measured if need be. Raises ValueError if no engine is there to measure it with."""
+        """W5's requests a second, measured if need be. Raises ValueError if that failed."""
         known = self.known_rate()
         if known is not None:
             return known
@@ -129,25 +137,24 @@ class Sitting:
                 if record.figures is not None:
                     capacities.append(record.figures["requests_s"])
         if not capacities:
-            raise ValueError(
-                f"W5's rate is measured with {' and '.join(RATE_ENGINES)}; run one of them, or give --rate"
-            )
+            raise ValueError("W5's rate could not be measured, see above; mend that and use --retry, or give --rate")
         rate = round(RATE_SHARE * min(capacities), 3)
+        self._progress(f"W5 runs at {rate} requests a second from now on ({self._rate_file})")
         self._rate_file.write_text(str(rate))
         return rate
 
     def _record_of(self, cell: Cell, name: str, rate: float, label: str) -> Record:
         runs = self._requests(cell.workload, rate)
-        print_ = self._fingerprint(cell, runs)
-        record = self.records.get(name, cell.engine.name, cell.round, print_)
+        mark = self._fingerprint(cell, runs)
+        record = self.records.get(name, cell.engine.name, cell.round, mark)
         if record is not None and not self._runs_again(record):
             return record
-        earlier = [self.records.get(name, cell.engine.name, i, print_) for i in range(cell.round)]
+        earlier = [self.records.get(name, cell.engine.name, i, mark) for i in range(cell.round)]
         if any(each is not None and each.status == "timeout" for each in earlier):
-            record = self._make_record(cell, name, print_, "skipped", reason="over the time limit in an earlier round")
+            record = self._make_record(cell, name, mark, "skipped", reason="over the time limit in an earlier round")
         else:
             self._progress(f"{label} ...")
-            record = self._measure(cell, name, runs, print_)
+            record = self._measure(cell, name, runs, mark)
             self._progress(f"{label}: {_summary(record)}")
         self.records.add(record)
         return record
@@ -158,7 +165,7 @@ class Sitting:
         limit = self.options.max_others
         return limit is not None and record.others_share is not None and record.others_share > limit
 
-    def _measure(self, cell: Cell, name: str, runs: list[list[Request]], print_: str) -> Record:
+    def _measure(self, cell: Cell, name: str, runs: list[list[Request]], mark: str) -> Record:
         warm_up = Request(self._source(1 + SEED).batch([WARM_UP[0]])[0], WARM_UP[1])
         spec = Spec(
             kind=cell.workload.kind,
@@ -177,7 +184,7 @@ class Sitting:
         shares: dict[str, Any] = {"wall_s": outcome.wall_s, "others_share": outcome.others_share}
         if outcome.result is None:
             status = "timeout" if outcome.timed_out else "failed"
-            return self._make_record(cell, name, print_, status, reason=outcome.reason, **shares)
+            return self._make_record(cell, name, mark, status, reason=outcome.reason, **shares)
         result = outcome.result
         outputs = None
         if cell.workload.kind == "arrivals":
@@ -187,11 +194,11 @@ class Sitting:
             answers = [run.get("outputs") for run in result["runs"]]
             outputs = [answer[0] for answer in answers] if all(answers) else None
         shares |= {"startup_s": result["startup_s"], "version": result.get("version")}
-        return self._make_record(cell, name, print_, "ok", figures=figures, outputs=outputs, **shares)
+        return self._make_record(cell, name, mark, "ok", figures=figures, outputs=outputs, **shares)
 
-    def _make_record(self, cell: Cell, name: str, print_: str, status: Any, **more: Any) -> Record:
+    def _make_record(self, cell: Cell, name: str, mark: str, status: Any, **more: Any) -> Record:
         at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        return Record(name, cell.engine.name, cell.round, print_, status, at, **more)
+        return Record(name, cell.engine.name, cell.round, mark, status, at, **more)
 
     def _fingerprint(self, cell: Cell, runs: list[list[Request]]) -> str:
         version = self._vtoken if cell.engine.family == "vtoken" else cell.engine.family

@@ -201,8 +201,19 @@ def test_the_slower_peer_just_keeps_up_with_the_arrivals(tmp_path: Path, monkeyp
 def test_a_rate_may_be_given_and_must_come_from_somewhere(tmp_path: Path) -> None:
     sitting, _ = sit(tmp_path, Runner(), options((ARRIVALS,), rate=2.0))
     assert sitting.rate() == 2.0
-    with pytest.raises(ValueError, match="or give --rate"):
-        sit(tmp_path, Runner(), options((ARRIVALS,)))
+    runner = Runner()
+    with pytest.raises(ValueError, match="run one of them, or give --rate"):
+        sit(tmp_path, runner, options((BATCH, ARRIVALS)))
+    assert runner.calls == []  # said before hours were spent
+
+
+def test_a_rate_that_could_not_be_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sitting_module, "RATE_ENGINES", ("a",))
+    failure = Outcome(None, "no", False, 1.0, 0.0)
+    with pytest.raises(ValueError, match="could not be measured"):
+        sit(tmp_path, Runner(lambda engine, call: failure), options((ARRIVALS,)))
+    sitting, _ = sit(tmp_path, Runner(), options((ARRIVALS,), retry=True))
+    assert sitting.known_rate() == sitting.rate()
 
 
 def test_what_earlier_calls_measured_is_known_and_one_sitting_has_one_rate(
@@ -212,7 +223,7 @@ def test_what_earlier_calls_measured_is_known_and_one_sitting_has_one_rate(
     sit(tmp_path, Runner(), options(engines=(A,), rounds=2))
     sit(tmp_path, Runner(), options((LATENCY, ARRIVALS), (B,), rounds=1))
     runner = Runner()
-    sitting, _ = sit(tmp_path, runner, options((BATCH,), (INFO,), rounds=2))
+    sitting, _ = sit(tmp_path, runner, options((BATCH,), (INFO,), rounds=1))
     known = sitting.known((BATCH, LATENCY, ARRIVALS), (A, B, INFO))
     cells = [(each.workload, each.engine, each.round) for each in known]
     assert cells == [("W1", "a", 0), ("W1", "info", 0), ("W1", "a", 1), ("W3", "b", 0), ("W5", "b", 0)]
