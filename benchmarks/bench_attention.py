@@ -68,7 +68,7 @@ def plain_read() -> Callable[[Tensor, int], None]:
     (folder / "read.cpp").write_text(PLAIN_READ)
     made = folder / "read.so"
     flags = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi"]
-    subprocess.run([compiler, *flags, "-o", str(made), str(folder / "read.cpp")], check=True)
+    subprocess.run([*compiler, *flags, "-o", str(made), str(folder / "read.cpp")], check=True)
     function = ctypes.CDLL(str(made)).plain_read
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
 

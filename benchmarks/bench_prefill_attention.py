@@ -73,7 +73,7 @@ def multiply_adds() -> Callable[[int, int], float]:
             "-shared",
             "-Wno-psabi",
         ]
-        subprocess.run([compiler, *flags, "-I", str(SOURCES), "-o", str(made), str(source)], check=True)
+        subprocess.run([*compiler, *flags, "-I", str(SOURCES), "-o", str(made), str(source)], check=True)
         function = ctypes.CDLL(str(made)).multiply_adds
     function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_int], ctypes.c_double
     return function

@@ -60,7 +60,7 @@ class Requests:
         """Compile them below `folder`. Raises RuntimeError without a compiler or valgrind's headers."""
         made = folder / "requests.so"
         if not made.is_file():
-            command = [compiler.find_compiler() or "g++", "-O2", "-fPIC", "-shared", "-o", str(made)]
+            command = [*(compiler.find_compiler() or ("g++",)), "-O2", "-fPIC", "-shared", "-o", str(made)]
             done = subprocess.run([*command, str(HERE / "requests.cpp")], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"valgrind's client requests do not compile (is valgrind there?):\n{done.stderr}")

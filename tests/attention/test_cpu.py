@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.instruction_sets import ISAS
 from tests.strategies import BLOCK_SIZES
 from vtoken.attention.cache import CachePlane, LayerCache
 from vtoken.attention.cpu import CpuAttention
@@ -19,22 +20,11 @@ from vtoken.attention.metadata import ATTENTION, AttentionMetadata
 from vtoken.attention.reference import ReferenceAttention
 from vtoken.attention.spec import AttentionSpec
 from vtoken.base.kv_format import KV_FORMATS
-from vtoken.kernels.compiler import find_compiler
 from vtoken.quant.kv_format import encode
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 PLAIN = AttentionSpec(scale=0.125)
 FORMATS = list(KV_FORMATS)
 HEADS = {"mha": (4, 4, 64), "gqa 9/3": (9, 3, 64), "mqa 8/1": (8, 1, 80), "odd": (6, 2, 14), "wide": (10, 2, 128)}
-
-
-def _supported() -> list[str]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    return ["portable", "avx2", "avx512"][: {"AVX512": 3, "AVX2": 2}.get(capability, 1)]
-
-
-ISAS = ["native", *_supported()]
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,15 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.attention.layer import PLAIN, Layer, Text, dense, run
+from tests.instruction_sets import ISAS
 from tests.plans import Lane, Slice
 from tests.strategies import block_sizes
 from vtoken.attention.cpu import CpuAttention
 from vtoken.attention.metadata import ATTENTION
 from vtoken.attention.spec import AttentionSpec
 from vtoken.base.kv_format import KV_FORMATS
-from vtoken.kernels.compiler import find_compiler
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 # The sources have one form for vectors of 16, of 8 and of 4 numbers.
-ISAS = ["native", "portable", *(["avx2"] if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else [])]
 FORMATS = list(KV_FORMATS)
 DEATHS = {40: [0, 3, 17, 39], 100: [1, 2, *range(50, 90)], 180: [4, 99, 100, 150]}
 SPECS = {

@@ -39,7 +39,7 @@ def program(path: Path, script: str) -> Path:
 def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a compiler in place that notes each of its calls in the file that is returned."""
     calls = tmp_path / "calls"
-    real = compiler.find_compiler()
+    (real,) = compiler.find_compiler()
     monkeypatch.setenv("CXX", str(program(tmp_path / "c++", f'echo . >> {calls}\nexec {real} "$@"')))
     return calls
 
@@ -86,6 +86,24 @@ def test_a_compiler_that_fails(sources: Path, tmp_path: Path, monkeypatch, scrip
     monkeypatch.setenv("CXX", str(program(tmp_path / "c++", script)))
     with pytest.raises(KernelsUnavailable, match=reason):
         compiler.build()
+
+
+def test_a_command_of_several_words(sources: Path, tmp_path: Path, monkeypatch) -> None:
+    """As `ccache g++` is."""
+    (real,) = compiler.find_compiler()
+    wrapper = program(tmp_path / "wrapper", 'exec "$@"')
+    monkeypatch.setenv("CXX", f"{wrapper} {real}")
+    assert compiler.build().is_file()
+
+
+def test_no_compiler_is_left_running(sources: Path, tmp_path: Path, monkeypatch) -> None:
+    """One source fails at once, the other takes its time: it is waited for."""
+    ended = tmp_path / "ended"
+    script = f'case "$*" in *one.cpp*) exit 1;; esac; sleep 0.3; echo . > {ended}'
+    monkeypatch.setenv("CXX", str(program(tmp_path / "c++", script)))
+    with pytest.raises(KernelsUnavailable):
+        compiler.build()
+    assert ended.exists()
 
 
 @pytest.fixture

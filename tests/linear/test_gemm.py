@@ -8,14 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.linear.weights import GROUP, instruction_sets, q4_0_weight, random_weight
+from tests.instruction_sets import ISAS
+from tests.linear.weights import GROUP, q4_0_weight, random_weight
 from vtoken.kernels import arena
-from vtoken.kernels.compiler import find_compiler
 from vtoken.kernels.gemm import PackedWeight, exact_holdings
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-
-ISAS = instruction_sets()
 LOSSLESS = ["f32", "f16", "bf16", "g8", "g4"]
 GROUPED = ["g8", "g4"]
 # Row counts on both sides of every limit in linear.cpp: tiles of 14 or 6, direct up to 8 or 4, blocks of 256.

@@ -8,12 +8,6 @@ from torch import Tensor
 GROUP = 32
 
 
-def instruction_sets() -> list[str]:
-    """Targets of `kernels.compiler.build` whose code this processor can run."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return ["native", "portable", "avx2", "avx512"][: {"AVX512": 4, "AVX2": 3}.get(capability, 2)]
-
-
 def random_weight(out_features: int, in_features: int, holding: str, seed: int = 0) -> Tensor:
     """Float32 [out, in]; g8 and g4 need whole groups of 32."""
     weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(seed))

@@ -63,6 +63,17 @@ def test_bits_do_not_depend_on_company(folder, alone, name):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_of_the_compiled_backend_do_not_depend_on_company(folder, alone, name):
+    """Linears keep rows apart to the bit, attention within rounding: tokens are equal, logits close."""
+    settings = {"max_num_seqs": 16, "attention_backend": "cpu"} | SETTINGS[name]
+    together = record(folder, _demands(), max_model_len=200, **settings)
+    assert together.tokens == alone.tokens
+    for key, bits in alone.bits.items():
+        found, expected = (np.frombuffer(part, np.float32) for part in (together.bits[key], bits))
+        np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_bits_of_evicted_sequences_do_not_depend_on_company(folder, name):
     evict = scattered(every=6)
     lone = [record(folder, [demand], evict, num_blocks=64) for demand in _demands()]

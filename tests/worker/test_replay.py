@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from tests.tiny_models import save_llama, save_mistral
 from vtoken.attention.metadata import ATTENTION
 from vtoken.attention.rotation import Rotation
 from vtoken.executor.local import LocalExecutor
+from vtoken.kernels import fused
+from vtoken.kernels.tape import Tape
 from vtoken.models.base import Attend, CausalLM
 from vtoken.models.kernels import COMPILED
 from vtoken.models.loader import load_model
@@ -155,3 +158,24 @@ def test_a_failed_recording_leaves_nothing_behind(folder: Path, monkeypatch: pyt
     assert len(list(steps.run(5, statistics_from=99))) == 5
     with torch.inference_mode():
         assert all(found.is_proven for found in steps.executor._runner._replays._recorded.values())
+
+
+def test_another_thread_s_calls_are_not_recorded() -> None:
+    """Two engines may run in two threads, and each has its own tapes."""
+    weight = torch.ones(8)
+    tape = Tape()
+    with tape.recording(), ThreadPoolExecutor(1) as other:
+        other.submit(fused.add_rms_norm, torch.ones(1, 8), None, weight, 1e-6).result()
+        assert not tape.args
+        fused.add_rms_norm(torch.ones(1, 8), None, weight, 1e-6)
+    assert len(tape.args) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_run_without_replays(folder: Path, dtype: str) -> None:
+    """Computed by torch between the kernels, so nothing can be recorded; the answer is near float32's."""
+    common = {"attention_backend": "cpu", "num_blocks": 40, "block_size": BLOCK_SIZE, "max_model_len": 60}
+    narrow, exact = (record(folder, demands()[:1], dtype=name, **common) for name in (dtype, "float32"))
+    first = (demands()[0].seed, 0, 0)
+    found, expected = (np.frombuffer(run.bits[first], np.float32) for run in (narrow, exact))
+    np.testing.assert_allclose(found, expected, atol=0.1 * np.abs(expected).max())

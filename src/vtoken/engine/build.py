@@ -10,6 +10,7 @@ from vtoken.attention.registry import BACKENDS
 from vtoken.base.clock import Clock
 from vtoken.base.config import EngineConfig
 from vtoken.base.errors import ConfigError
+from vtoken.base.registry import suggest
 from vtoken.base.units import format_bytes
 from vtoken.engine.engine import Engine, EngineFacts
 from vtoken.engine.text import Tokenizer
@@ -92,6 +93,9 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
 
 def _attention_backend(name: str) -> str:
     """The backend that "auto" means on this machine; any other name is checked for being able to run on it."""
+    if name != "auto" and name not in BACKENDS:
+        known = sorted({"auto", *BACKENDS})
+        raise ConfigError(f"unknown attention_backend {name!r}; {suggest(name, known)}known: {', '.join(known)}")
     if name != "auto" and not BACKENDS[name].compiled:
         return name
     try:

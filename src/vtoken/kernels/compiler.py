@@ -41,11 +41,14 @@ class KernelsUnavailable(VtokenError):
     """There are no compiled kernels on this machine; the message says why, in one line."""
 
 
-def find_compiler() -> str | None:
-    """Path of the C++ compiler: `$CXX`, else g++ or clang++ on the path, else None."""
-    chosen = os.environ.get("CXX")
-    names = (chosen,) if chosen else ("g++", "clang++", "c++")
-    return next((path for name in names if (path := shutil.which(name))), None)
+def find_compiler() -> tuple[str, ...] | None:
+    """The C++ compiler's command: `$CXX`, which may be several words (`ccache g++`), else g++ or clang++, else None."""
+    chosen = os.environ.get("CXX", "").strip()
+    for command in [chosen.split()] if chosen else [["g++"], ["clang++"], ["c++"]]:
+        path = shutil.which(command[0])
+        if path is not None:
+            return path, *command[1:]
+    return None
 
 
 def build(isa: str = "native") -> Path:
@@ -73,32 +76,32 @@ def build(isa: str = "native") -> Path:
     return target / LIBRARY_NAME
 
 
-def _compile(compiler: str, flags: tuple[str, ...], output: Path) -> None:
-    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
+def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], output: Path) -> None:
+    sources, name = sorted(str(path) for path in SOURCES.glob("*.cpp")), " ".join(compiler)
     try:
         # Each source apart and at the same time: the largest one decides how long it takes.
         objects = [output.with_name(Path(source).stem + ".o") for source in sources]
         running = [
             subprocess.Popen(
-                [compiler, *flags, "-c", "-o", str(made), source],
+                [*compiler, *flags, "-c", "-o", str(made), source],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
             for source, made in zip(sources, objects, strict=True)
         ]
-        for process in running:
-            said, _ = process.communicate()
+        # All are waited for before any is judged: none may go on writing into a folder that is given up.
+        for process, said in [(process, process.communicate()[0]) for process in running]:
             if process.returncode:
-                raise KernelsUnavailable(f"{compiler} cannot compile the kernels: {_first_error(said)}")
-        command = [compiler, *flags, "-o", str(output), *map(str, objects)]
+                raise KernelsUnavailable(f"{name} cannot compile the kernels: {_first_error(said)}")
+        command = [*compiler, *flags, "-o", str(output), *map(str, objects)]
         linked = subprocess.run(command, capture_output=True, text=True, check=False)
         if linked.returncode:
-            raise KernelsUnavailable(f"{compiler} cannot link the kernels: {_first_error(linked.stderr)}")
+            raise KernelsUnavailable(f"{name} cannot link the kernels: {_first_error(linked.stderr)}")
         for made in objects:
             made.unlink()
     except OSError as error:
-        raise KernelsUnavailable(f"{compiler} cannot be run: {error}") from error
+        raise KernelsUnavailable(f"{name} cannot be run: {error}") from error
 
 
 def _first_error(said: str) -> str:
@@ -106,11 +109,11 @@ def _first_error(said: str) -> str:
     return next((line for line in lines if "error" in line), lines[0] if lines else "it gave no reason")
 
 
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
+def _key(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
     """Name of the folder for what this compiler makes of our sources on this processor."""
     digest = hashlib.blake2b(digest_size=10)
-    status = os.stat(compiler)
-    parts = [compiler, str(status.st_size), str(status.st_mtime_ns), *flags, torch.__version__, machine_id()]
+    status = os.stat(shutil.which(compiler[-1]) or compiler[0])  # the last word: `ccache g++`
+    parts = [*compiler, str(status.st_size), str(status.st_mtime_ns), *flags, torch.__version__, machine_id()]
     digest.update("\0".join(parts).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

@@ -8,6 +8,7 @@ tensors are kept, and a replay works on the same memory. New input is copied int
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import Structure, byref, c_int64, c_void_p
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from vtoken.kernels.library import library
 
-_recording: Tape | None = None
+_local = threading.local()  # `tape`: the one that records this thread's calls
 
 
 class _Call(Structure):
@@ -39,14 +40,13 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Calls made in the block are recorded too. One tape at a time."""
-        global _recording
-        assert _recording is None, "another tape is recording"
-        _recording = self
+        """Calls that this thread makes in the block are recorded too. One tape at a time."""
+        assert getattr(_local, "tape", None) is None, "another tape is recording"
+        _local.tape = self
         try:
             yield
         finally:
-            _recording = None
+            _local.tape = None
 
     def add(self, function: Any, args: Structure, alive: tuple[Tensor | None, ...]) -> None:
         self._functions.append(function)
@@ -67,8 +67,9 @@ def launch(function: Any, args: Structure, *alive: Tensor | None) -> int:
 
     `alive` are the tensors that the arguments point to, as far as nobody else keeps them for as long as the model.
     """
-    if _recording is not None:
-        _recording.add(function, args, alive)
+    tape = getattr(_local, "tape", None)
+    if tape is not None:
+        tape.add(function, args, alive)
     return int(function(byref(args)))
 
 
