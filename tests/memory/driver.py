@@ -12,6 +12,7 @@ A beside-copy runs, token by token, whenever the test says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from tests.memory.model import (
 from tests.memory.shadow import POISON, ShadowStore
 from tests.memory.watch import verify_index, verify_lane, verify_usage
 from vtoken.memory import bits
+from vtoken.memory.block_table import BlockState
 from vtoken.memory.copy import Copy
 from vtoken.memory.kv_cache_manager import Extension, KVCacheManager
 from vtoken.memory.prefix_cache import BlockHashes, PrefixEntry
@@ -64,6 +66,7 @@ class BooksDriver:
         *,
         free_order: Sequence[int] | None = None,
         enable_prefix_caching: bool = True,
+        reuse_cells: bool = True,
         check_books: bool = True,
         check_shadow: bool = True,
     ) -> None:
@@ -75,6 +78,7 @@ class BooksDriver:
             enable_prefix_caching=enable_prefix_caching,
             columns={COLUMN: np.float64},
             free_order=free_order,
+            reuse_cells=reuse_cells,
         )
         self.store = ShadowStore(num_blocks, num_host_blocks, block_size)
         self.lanes: dict[int, ModelLane] = {}
@@ -181,6 +185,7 @@ class BooksDriver:
         if placement.num_blocks > available:
             return None
         pasts = {lane: self._past(lane) for lane in counts}
+        num_rows = manager.tokens.num_rows[lanes]
         extension = manager.extend(placement)
         expect(manager.num_available == available - placement.num_blocks, "another number of blocks was taken")
         self._order(*extension.copies)
@@ -199,6 +204,8 @@ class BooksDriver:
             part = slice(int(starts[i]), int(starts[i + 1]))
             expect(extension.positions[part].tolist() == sorted(new), "new tokens got the wrong positions")
             expect(not manager.tokens.columns[COLUMN][lane, extension.rows[part]].any(), "statistics start at zero")
+            is_behind = bool((extension.rows[part] >= num_rows[i]).all())
+            expect(manager.slots.reuse_cells or is_behind, "a token took the cell of a dead one")
             rows, values = pasts[lane]
             table, mask = extension.block_tables[i], extension.past_masks[i]
             expect(np.array_equal(np.flatnonzero(bits.unpack(mask, size)), rows), "the past mask is not the past")
@@ -344,39 +351,73 @@ class BooksDriver:
         own = (pool.refs[ids] == 1) & (pool.pins[ids] == 0)
         return rows[own].tolist(), self.manager.slots.free_cells(lane).tolist()
 
-    def reclaim(self, lane: int, *, compact: bool = True, beside: bool = False, spare_cells: int = 0) -> int:
+    def reclaim(
+        self,
+        lanes: int | Sequence[int],
+        *,
+        wanted: int | None = None,
+        compact: bool = True,
+        beside: bool = False,
+        spare_cells: int | Sequence[int] = 0,
+    ) -> int:
         """Returns the blocks that came back at once."""
-        manager, size = self.manager, self.block_size
-        before, is_pending = self._own(lane), manager.moves.is_pending(lane)
-        held = len(manager.blocks.held(lane))
-        copy, returned = manager.reclaim(lane, compact=compact, beside=beside, spare_cells=spare_cells)
-        expect(held - len(manager.blocks.held(lane)) == returned, "blocks returned and blocks reported differ")
-        if copy is not None:
+        manager, size, pool = self.manager, self.block_size, self.manager.pool
+        lanes = [lanes] if isinstance(lanes, int) else list(lanes)
+        spare = [spare_cells] * len(lanes) if isinstance(spare_cells, int) else list(spare_cells)
+        used = {lane: self._used(lane) for lane in lanes}
+        let_go = Counter(state.block for lane in lanes for state in used[lane] if not state.filled)
+        num_dead = sum(bool(pool.refs[block] == count) for block, count in let_go.items())
+        # What each lane could give by packing: the live tokens of its emptiest blocks.
+        prices: dict[int, list[int]] = {}
+        for lane, num_spare in zip(lanes, spare, strict=True):
+            own = sorted(s.filled for s in used[lane] if s.filled and pool.refs[s.block] - let_go[s.block] == 1)
+            fewest = -(-(sum(own) + num_spare) // size)
+            can_pack = compact and not any(self.lane_of_ticket(ticket) == lane for ticket in self.beside)
+            prices[lane] = own[: max(0, len(own) - fewest)] if can_pack else []
+        cheapest = sorted(price for prices_of_lane in prices.values() for price in prices_of_lane)
+        cheapest = cheapest[: None if wanted is None else max(0, wanted - num_dead)]
+
+        before = manager.num_available
+        found = manager.reclaim(lanes, wanted=wanted, compact=compact, beside=beside, spare_cells=np.array(spare))
+        expect(manager.num_available - before == found.num_blocks, "blocks returned and blocks reported differ")
+        for lane, copy in found.copies:
             self._order(copy)
             self.touched.add(lane)
-        if is_pending:
-            expect(copy is None and returned == 0, "a lane with moves under way was reclaimed")
-        else:
-            after, live = self._own(lane), sum(before)
-            if not compact:
-                expect(copy is None and after == [n for n in before if n], "without compaction only dead blocks return")
-            elif not beside:
-                # Goal 1: blocks held alone are as few as the live tokens in them (and the spare cells) allow.
-                fewest = min(sum(n > 0 for n in before), -(-(live + spare_cells) // size))
-                expect(len(after) == fewest, f"{len(after)} own blocks for {live} live tokens, {fewest} are enough")
-            kept = sorted(before)[len(before) - -(-(live + spare_cells) // size) :] if copy is not None else before
-            expect(copy is None or len(copy) == live - sum(kept), "more tokens were copied than needed")
         self._done()
-        return returned
+        packed = [lane for lane, _ in found.copies]
+        num_copied = sum(len(copy) for _, copy in found.copies)
+        num_packed = len(cheapest)
+        if manager.slots.reuse_cells:
+            # Goal 1: as many blocks as were asked for and can come back, and not one copy too many.
+            expect(num_copied == sum(cheapest), f"{num_copied} tokens were copied, {sum(cheapest)} are enough")
+        else:
+            expect(sum(len(prices[lane]) for lane in packed) >= len(cheapest), "fewer blocks than there could be")
+            num_packed = sum(len(prices[lane]) for lane in packed)
+        if not beside:
+            expect(found.num_blocks == num_dead + num_packed, f"{found.num_blocks} blocks, not {num_dead + num_packed}")
+        for lane, num_spare in zip(lanes, spare, strict=True):
+            expect(beside or not any(not s.filled for s in self._used(lane)), f"lane {lane} still holds a dead block")
+            if lane in packed and not beside:
+                self._check_packed(lane, num_spare)
+        return found.num_blocks
 
-    def _own(self, lane: int) -> list[int]:
-        """Live tokens in each used block that the lane holds alone and no copy touches."""
+    def _check_packed(self, lane: int, spare_cells: int) -> None:
+        """A lane whose tokens have just moved together has the cells it needs next."""
+        manager = self.manager
+        used = manager.slots.free_cells(lane)
+        if manager.slots.reuse_cells:
+            held = [state.entry for state in self._used(lane)]
+            num_free = sum(int(cell) // self.block_size in held for cell in used)
+            expect(num_free >= spare_cells, f"lane {lane} was left {num_free} free cells, it needs {spare_cells}")
+        elif not manager.pool.pins[manager.blocks.held(lane)].any():
+            last = manager.blocks.live_rows(lane)[-1]
+            expect(manager.tokens.num_rows[lane] == last + 1, "the cells behind the last token are no tail slack")
+
+    def _used(self, lane: int) -> list[BlockState]:
+        """The blocks of a lane that have used rows and that no copy touches."""
         pool, num_rows = self.manager.pool, self.manager.tokens.num_rows[lane]
-        return [
-            state.filled
-            for state in self.manager.table(lane)
-            if state.refs == 1 and not pool.pins[state.block] and state.entry * self.block_size < num_rows
-        ]
+        states = self.manager.table(lane)
+        return [s for s in states if not pool.pins[s.block] and s.entry * self.block_size < num_rows]
 
     def run_beside(self, ticket: int, num_tokens: int | None = None) -> None:
         """The next tokens of a beside-copy are copied, by default all that are left."""

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vtoken.memory import reclaim, reclaimer
 from vtoken.memory.beside import BesideMoves
 from vtoken.memory.block_pool import BlockPool
 from vtoken.memory.block_table import BlockTable
 from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.memory.prefix_cache import PrefixCache
+from vtoken.memory.reclaimer import Reclaimer
+from vtoken.memory.slot_allocator import SlotAllocator
 from vtoken.memory.token_table import TokenTable
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
@@ -33,8 +36,8 @@ def planted(name: str | None) -> Iterator[None]:
         yield
 
 
-def wrap(patch: pytest.MonkeyPatch, owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method by `wrapper(original, self, *args)`."""
+def wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a method by `wrapper(original, self, *args)`, or a function of a module by `wrapper(original, *args)`."""
     original = getattr(owner, name)
     patch.setattr(owner, name, lambda self, *args, **kwargs: wrapper(original, self, *args, **kwargs))
 
@@ -127,7 +130,7 @@ def double_release(patch: pytest.MonkeyPatch) -> None:
 def lane_released_twice(patch: pytest.MonkeyPatch) -> None:
     def release(original, self, lanes):
         original(self, lanes)
-        self._free_lanes += lanes
+        self._free_lanes.extend(lanes)
 
     wrap(patch, KVCacheManager, "release", release)
 
@@ -199,3 +202,108 @@ def twin_starts_with_empty_statistics(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def whole_prompt_matched(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, KVCacheManager, "match", lambda original, self, hashes, max_tokens: original(self, hashes, 2**30))
+
+
+# --- reclaim across the pool, and the arms ---------------------------------------------------------------------------
+
+
+@mutant
+def survivor_left_in_a_returned_block(patch: pytest.MonkeyPatch) -> None:
+    def rows_to_move(original, *args, **kwargs):
+        sources, targets = original(*args, **kwargs)
+        return sources[:-1], targets[:-1]
+
+    wrap(patch, reclaimer, "rows_to_move", rows_to_move)
+
+
+@mutant
+def spare_cells_ignored(patch: pytest.MonkeyPatch) -> None:
+    def plan_reclaim(original, live, block_size, **kwargs):
+        return original(live, block_size, **{**kwargs, "spare_cells": 0})
+
+    wrap(patch, reclaimer, "plan_reclaim", plan_reclaim)
+
+
+@mutant
+def more_blocks_packed_than_wanted(patch: pytest.MonkeyPatch) -> None:
+    def plan_reclaim(original, live, block_size, **kwargs):
+        return original(live, block_size, **{**kwargs, "wanted": None})
+
+    wrap(patch, reclaimer, "plan_reclaim", plan_reclaim)
+
+
+@mutant
+def first_sequences_instead_of_cheapest_blocks(patch: pytest.MonkeyPatch) -> None:
+    def num_taken(original, costs, allowed, limit):
+        offered = allowed.sum(axis=1)
+        return np.clip(limit - (np.cumsum(offered) - offered), 0, offered)
+
+    wrap(patch, reclaim, "_num_taken", num_taken)
+
+
+@mutant
+def shared_blocks_packed(patch: pytest.MonkeyPatch) -> None:
+    def own_blocks(original, pool, *args):
+        refs, pool.refs = pool.refs, np.minimum(pool.refs, 1)
+        found = original(pool, *args)
+        pool.refs = refs
+        return found
+
+    wrap(patch, reclaimer, "own_blocks", own_blocks)
+
+
+@mutant
+def blocks_packed_while_a_copy_touches_them(patch: pytest.MonkeyPatch) -> None:
+    def own_blocks(original, pool, *args):
+        pins, pool.pins = pool.pins, np.zeros_like(pool.pins)
+        found = original(pool, *args)
+        pool.pins = pins
+        return found
+
+    wrap(patch, reclaimer, "own_blocks", own_blocks)
+
+
+@mutant
+def sequence_packed_while_it_moves(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, BesideMoves, "is_pending", lambda original, self, lane: False)
+
+
+@mutant
+def dead_blocks_of_the_first_sequence_alone(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, Reclaimer, "_return_dead", lambda original, self, lanes: original(self, lanes[:1]))
+
+
+@mutant
+def blocks_for_tokens_to_come_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
+    def return_dead(original, self, lanes):
+        num_rows, self._tokens.num_rows = self._tokens.num_rows, np.full_like(self._tokens.num_rows, 2**20)
+        num_returned = original(self, lanes)
+        self._tokens.num_rows = num_rows
+        return num_returned
+
+    wrap(patch, Reclaimer, "_return_dead", return_dead)
+
+
+@mutant
+def blocks_counted_that_others_still_hold(patch: pytest.MonkeyPatch) -> None:
+    def give_back(original, self, lanes, which):
+        original(self, lanes, which)
+        return int(which.sum())
+
+    wrap(patch, Reclaimer, "_give_back", give_back)
+
+
+@mutant
+def holes_filled_in_the_naive_arm(patch: pytest.MonkeyPatch) -> None:
+    def place(original, self, lanes, counts):
+        reuses, self.reuse_cells = self.reuse_cells, True
+        placement = original(self, lanes, counts)
+        self.reuse_cells = reuses
+        return placement
+
+    wrap(patch, SlotAllocator, "place", place)
+
+
+@mutant
+def cells_behind_the_last_token_lost_after_repacking(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, Reclaimer, "_end_behind_last", lambda original, self, lane: None)

@@ -134,8 +134,23 @@ def test_the_beginning_of_a_source_is_forgotten_while_others_hold_it() -> None:
 
 def test_reclaim_leaves_a_sequence_with_moves_under_way_alone() -> None:
     books, lane = holey()
+    other = books.compute(text(8), publish=False)
+    books.evict({other: [0, 1, 2, 4, 5, 6]})
     books.reclaim(lane, beside=True)
-    assert books.manager.reclaim(lane) == (None, 0)
+    found = books.manager.reclaim([lane, other], beside=True)
+    assert [moved for moved, _ in found.copies] == [other]
+    assert found.num_blocks == 0
+    assert found.decision.blocks_returned == 1
+
+
+def test_dead_blocks_come_back_while_a_copy_runs() -> None:
+    books, lane = holey()
+    books.relocate(lane, [0], [5], beside=True)
+    books.evict({lane: [8]})
+    assert books.reclaim(lane) == 1, "the third block: no copy touches it, and its last token has died"
+    [ticket] = books.beside
+    books.finish(ticket)
+    assert len(books.blocks_of(lane)) == 2
 
 
 def test_a_ticket_ends_once() -> None:

@@ -28,6 +28,11 @@ def test_a_pool_has_a_block() -> None:
         KVCacheManager(0, 16)
 
 
+def test_a_price_is_no_less_than_nothing() -> None:
+    with pytest.raises(ValueError, match="max_cost_per_block must be None or at least 0 tokens, got -1"):
+        KVCacheManager(8, 16, max_cost_per_block=-1)
+
+
 def crowd() -> BooksDriver:
     """Lane 0: three blocks, published, its first shared with lane 1; lane 2 on the host; lane 3 not in use."""
     books = BooksDriver()
@@ -57,6 +62,12 @@ CASES: dict[str, tuple[Callable[[KVCacheManager], object], str]] = {
     "relocate one token twice": (lambda m: m.relocate(0, array(4, 4), array(9, 11)), "each target once"),
     "relocate two to one cell": (lambda m: m.relocate(0, array(4, 5), array(9, 9)), "each target once"),
     "relocate with a target short": (lambda m: m.relocate(0, array(4, 5), array(9)), "each target once"),
+    "reclaim on the host": (lambda m: m.reclaim([0, 2]), "in use and on the device"),
+    "reclaim from a lane not in use": (lambda m: m.reclaim([3]), "in use and on the device"),
+    "reclaim from a lane twice": (lambda m: m.reclaim([0, 1, 0]), "names each lane once"),
+    "reclaim fewer than no blocks": (lambda m: m.reclaim([0], wanted=-1), "must not be negative"),
+    "leave fewer than no cells": (lambda m: m.reclaim([0, 1], spare_cells=array(1, -1)), "must not be negative"),
+    "fragmentation on the host": (lambda m: m.fragmentation([2]), "in use and on the device"),
 }
 
 

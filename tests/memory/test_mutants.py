@@ -124,7 +124,76 @@ def same_prompt_again(books: BooksDriver) -> None:
     books.admit(text(8))
 
 
+def pack_two_sequences(books: BooksDriver) -> None:
+    lanes = [books.compute(text(8), publish=False), books.compute(text(8), publish=False)]
+    books.evict({lanes[0]: [2, 3, 5, 6], lanes[1]: [1, 2, 5, 6, 7]})  # 2 + 2 tokens live, and 2 + 1
+    books.reclaim(lanes, wanted=1)
+
+
+def pack_all_but_what_is_needed_next(books: BooksDriver) -> None:
+    lane = books.compute(text(8), publish=False)
+    books.evict({lane: [1, 2, 5, 6]})
+    books.reclaim(lane, spare_cells=1)
+    books.grow({lane: 1})
+
+
+def pack_beside_a_fork(books: BooksDriver) -> None:
+    lane = books.compute(text(8), publish=False)
+    books.fork(lane)
+    books.evict({lane: [0, 1, 2, 5, 6, 7]})
+    books.reclaim(lane)
+
+
+def pack_while_a_dropped_copy_runs(books: BooksDriver) -> None:
+    lane = books.compute(text(9), publish=False)
+    copy = books.relocate(lane, [0], [9], beside=True)
+    books.release([books.fork(lane)])  # the move is dropped, its copy runs on
+    books.evict({lane: [1, 2, 3, 5, 6, 7]})
+    books.reclaim(lane)
+    books.finish(copy.ticket)
+
+
+def pack_while_moving(books: BooksDriver) -> None:
+    lane = books.compute(text(16), publish=False)
+    books.evict({lane: [1, 5, 6, 7, 9, 10, 11]})
+    copy = books.relocate(lane, [2], [1], beside=True)  # within the first block; two others could be packed
+    books.reclaim(lane)
+    books.finish(copy.ticket)
+
+
+def two_sequences_die_back(books: BooksDriver) -> None:
+    lanes = [books.compute(text(8), publish=False), books.compute(text(8), publish=False)]
+    books.evict({lane: [4, 5, 6, 7] for lane in lanes})
+    books.reclaim(lanes, wanted=1)  # both come back: they cost nothing
+
+
+def reclaim_in_the_middle_of_a_prompt(books: BooksDriver) -> None:
+    lane = books.admit(text(12))
+    books.grow({lane: 3})
+    books.reclaim(lane)
+
+
+def twin_lets_go_of_what_is_shared(books: BooksDriver) -> None:
+    twin = books.fork(books.compute(text(8), publish=False))
+    books.evict({twin: [0, 1, 2, 3]})
+    books.reclaim(twin)
+
+
+def decode_without_reuse(books: BooksDriver) -> None:
+    lane = books.compute(text(6), publish=False)
+    books.evict({lane: [1]})
+    books.grow({lane: 1})
+
+
+def repack_without_reuse(books: BooksDriver) -> None:
+    lane = books.compute(text(12), publish=False)
+    books.evict({lane: [0, 1, 2, 4, 5, 6, 8, 9, 10]})
+    books.reclaim(lane)
+    books.grow({lane: 1})
+
+
 BOTH = ("books", "shadow")
+WITHOUT_REUSE = (decode_without_reuse, repack_without_reuse)
 # Mutant -> (scenario, the watchmen that notice). What a cell contains, only the shadow store knows.
 CASES: dict[str, tuple[Scenario, tuple[str, ...]]] = {
     "map_switched_before_the_copy_ended": (move_beside_a_step, BOTH),
@@ -144,11 +213,29 @@ CASES: dict[str, tuple[Scenario, tuple[str, ...]]] = {
     "children_stay_when_a_block_is_forgotten": (beginning_is_overwritten, ("books",)),
     "twin_starts_with_empty_statistics": (fork_after_measuring, ("shadow",)),
     "whole_prompt_matched": (same_prompt_again, ("shadow",)),
+    "survivor_left_in_a_returned_block": (measure_and_pack, BOTH),
+    "spare_cells_ignored": (pack_all_but_what_is_needed_next, ("shadow",)),
+    "more_blocks_packed_than_wanted": (pack_two_sequences, ("shadow",)),
+    "first_sequences_instead_of_cheapest_blocks": (pack_two_sequences, ("shadow",)),
+    "shared_blocks_packed": (pack_beside_a_fork, BOTH),
+    "blocks_packed_while_a_copy_touches_them": (pack_while_a_dropped_copy_runs, ("shadow",)),
+    "sequence_packed_while_it_moves": (pack_while_moving, ("shadow",)),
+    "dead_blocks_of_the_first_sequence_alone": (two_sequences_die_back, ("shadow",)),
+    "blocks_for_tokens_to_come_taken_for_dead": (reclaim_in_the_middle_of_a_prompt, ("shadow",)),
+    "blocks_counted_that_others_still_hold": (twin_lets_go_of_what_is_shared, ("shadow",)),
+    "holes_filled_in_the_naive_arm": (decode_without_reuse, ("shadow",)),
+    "cells_behind_the_last_token_lost_after_repacking": (repack_without_reuse, ("shadow",)),
 }
 
 
 def play(scenario: Scenario, watchman: str) -> None:
-    books = BooksDriver(block_size=4, num_blocks=5, check_books=watchman == "books", check_shadow=watchman == "shadow")
+    books = BooksDriver(
+        block_size=4,
+        num_blocks=5,
+        reuse_cells=scenario not in WITHOUT_REUSE,
+        check_books=watchman == "books",
+        check_shadow=watchman == "shadow",
+    )
     scenario(books)
     books.finish_all()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,11 +118,91 @@ def test_planning_for_nobody_and_for_nothing() -> None:
     assert nothing.starts.tolist() == [0, 0]
 
 
-@settings(max_examples=60)
-@given(size=block_sizes(), data=st.data())
-def test_fast_paths_agree_with_the_general_one(size: int, data: st.DataObject) -> None:
+# --- without reuse of cells ------------------------------------------------------------------------------------------
+
+
+def test_without_reuse_new_tokens_go_behind_the_last_row_used() -> None:
+    books = BooksDriver(reuse_cells=False)
+    lane = books.compute(text(10), publish=False)
+    books.evict({lane: [2, 5, 8, 9]})
+    assert rows_of_next(books, lane, 1) == [10], "also where the last ones used are dead"
+    assert books.grow({lane: 5}).rows.tolist() == [10, 11, 12, 13, 14]
+    assert len(books.blocks_of(lane)) == 4
+
+
+def test_without_reuse_entries_are_only_appended() -> None:
+    books = BooksDriver(reuse_cells=False)
+    lane = books.compute(text(16), publish=False)
+    books.evict({lane: list(range(4, 12))})
+    assert books.reclaim(lane, compact=False) == 2
+    placement = books.manager.plan_extend(np.array([lane]), np.array([5]))
+    assert placement.fresh.tolist() == [[lane, 4], [lane, 5]]
+    assert placement.rows.tolist() == [16, 17, 18, 19, 20]
+
+
+def test_without_reuse_a_returned_tail_is_appended_anew() -> None:
+    books = BooksDriver(reuse_cells=False)
+    lane = books.compute(text(10), publish=False)
+    books.evict({lane: [8, 9]})
+    assert books.reclaim(lane, compact=False) == 1
+    assert books.grow({lane: 2}).rows.tolist() == [8, 9]
+
+
+def test_without_reuse_blocks_held_for_tokens_to_come_are_used_before_new_ones() -> None:
+    books = BooksDriver(reuse_cells=False)
+    lane = books.admit(text(16))
+    books.grow({lane: 6})
+    books.evict({lane: [0, 4, 5]})
+    assert books.reclaim(lane, compact=False) == 1, "the second block is dead, the last two are not used yet"
+    placement = books.manager.plan_extend(np.array([lane]), np.array([9]))
+    assert placement.rows.tolist() == [8, 9, 10, 11, 12, 13, 14, 15, 16]
+    assert placement.fresh.tolist() == [[lane, 4]]
+
+
+def test_without_reuse_a_shared_tail_is_copied_before_it_is_written() -> None:
+    books = BooksDriver(reuse_cells=False)
+    lane = books.compute(text(6), publish=False)
+    twin = books.fork(lane)
+    books.evict({lane: [1, 4]})
+    placement = books.manager.plan_extend(np.array([lane, twin]), np.array([3, 1]))
+    assert placement.copied.tolist() == [[lane, 1]]
+    assert placement.rows.tolist() == [6, 7, 8, 6], "the last holder writes in place"
+    books.grow({lane: 3, twin: 1})
+
+
+def test_without_reuse_a_shared_tail_with_nothing_alive_in_it_is_left() -> None:
+    books = BooksDriver(reuse_cells=False)
+    lane = books.compute(text(6), publish=False)
+    books.fork(lane)
+    books.evict({lane: [4, 5]})
+    placement = books.manager.plan_extend(np.array([lane]), np.array([1]))
+    assert not len(placement.copied)
+    assert placement.fresh.tolist() == [[lane, 2]]
+    assert books.grow({lane: 1}).rows.tolist() == [8]
+
+
+def test_what_reuse_saves_in_steady_decode() -> None:
+    """At a fixed number of live tokens a sequence that reuses cells holds as many blocks for ever."""
+    held = {}
+    for reuses in (True, False):
+        books = BooksDriver(num_blocks=20, reuse_cells=reuses)
+        lane = books.compute(text(12), publish=False)
+        draw = random.Random(1)
+        for _ in range(40):
+            books.evict({lane: [draw.choice(sorted(books.lanes[lane].live))]})
+            books.reclaim(lane, compact=False)
+            books.grow({lane: 1})
+        held[reuses] = len(books.blocks_of(lane))
+        assert books.manager.counters.tokens_relocated == 0
+    assert held[True] == 3
+    assert held[False] == 6
+
+
+@settings(max_examples=80)
+@given(size=block_sizes(), reuses=st.booleans(), data=st.data())
+def test_fast_paths_agree_with_the_general_one(size: int, reuses: bool, data: st.DataObject) -> None:
     """Whatever the state, a lane placed by the fast path gets what the general one would give it."""
-    books = BooksDriver(size, num_blocks=40, check_books=False, check_shadow=False)
+    books = BooksDriver(size, num_blocks=40, reuse_cells=reuses, check_books=False, check_shadow=False)
     number = st.integers(0, 2**16)
     for _ in range(data.draw(st.integers(1, 6), label="lanes")):
         lengths = [size * data.draw(st.integers(0, 2)) + data.draw(number) % size + 1 for _ in range(2)]
@@ -160,6 +242,7 @@ def test_fast_paths_agree_with_the_general_one(size: int, data: st.DataObject) -
             entry, offset = divmod(row, size)
             is_old = entry < table.num_entries[lane] and table.ids[lane, entry] != EMPTY
             assert is_old or (lane, entry) in new, "a token in a block that the lane neither has nor gets"
+            assert reuses or row >= books.manager.tokens.num_rows[lane], "a cell that was used before"
             if is_old:
                 assert not table.masks[lane, entry, offset // 32] >> (offset % 32) & 1, "a live token's cell"
             if is_old and (lane, entry) not in new:

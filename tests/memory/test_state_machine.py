@@ -35,12 +35,18 @@ class BooksMachine(RuleBasedStateMachine):
     books: BooksDriver
 
     @initialize(
-        size=block_sizes(), num_blocks=st.integers(4, 28), num_host_blocks=st.integers(0, 8), order=st.randoms()
+        size=block_sizes(),
+        num_blocks=st.integers(4, 28),
+        num_host_blocks=st.integers(0, 8),
+        order=st.randoms(),
+        reuses=mostly,
     )
-    def open_books(self, size: int, num_blocks: int, num_host_blocks: int, order: random.Random) -> None:
+    def open_books(self, size: int, num_blocks: int, num_host_blocks: int, order: random.Random, reuses: bool) -> None:
         blocks = list(range(num_blocks))
         order.shuffle(blocks)
-        self.books = BooksDriver(size, num_blocks, min(num_host_blocks, num_blocks), free_order=blocks)
+        self.books = BooksDriver(
+            size, num_blocks, min(num_host_blocks, num_blocks), free_order=blocks, reuse_cells=reuses
+        )
 
     def teardown(self) -> None:
         if hasattr(self, "books"):  # the run may have ended before it began
@@ -137,8 +143,18 @@ class BooksMachine(RuleBasedStateMachine):
             start = first % (len(live) + 1)
             victims[lane] = live[start : start + length % (len(live) + 1) : step]
         self.books.evict(victims)
-        for lane in victims if reclaims else ():
-            self.books.reclaim(lane)
+        if reclaims:
+            self.books.reclaim(list(victims))
+
+    @precondition(lambda self: self.has_idle)
+    @rule(which=choice, kept=st.integers(2, 5), wanted=st.one_of(st.none(), st.integers(0, 3)), spare=st.integers(0, 2))
+    def thin_out(self, which: int, kept: int, wanted: int | None, spare: int) -> None:
+        """One token in `kept` survives, so that blocks can be packed."""
+        lanes = pick_some(self.books.idle, which)
+        self.books.evict(
+            {lane: [p for i, p in enumerate(sorted(self.books.lanes[lane].live)) if i % kept] for lane in lanes}
+        )
+        self.books.reclaim(lanes, wanted=wanted, spare_cells=spare)
 
     @precondition(lambda self: bool(self.with_shared_tokens))
     @rule(which=choice, victim=choice, blocks=st.integers(0, 2))
@@ -172,9 +188,17 @@ class BooksMachine(RuleBasedStateMachine):
         self.books.relocate(lane, rows, cells, beside=beside)
 
     @precondition(lambda self: self.has_idle)
-    @rule(which=choice, compact=st.sampled_from((True, True, False)), beside=st.booleans(), spare=st.integers(0, 6))
-    def reclaim(self, which: int, compact: bool, beside: bool, spare: int) -> None:
-        self.books.reclaim(pick(self.books.idle, which), compact=compact, beside=beside, spare_cells=spare)
+    @rule(
+        which=choice,
+        wanted=st.one_of(st.none(), st.integers(0, 4)),
+        compact=mostly,
+        beside=st.booleans(),
+        spare=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    )
+    def reclaim(self, which: int, wanted: int | None, compact: bool, beside: bool, spare: list[int]) -> None:
+        lanes = pick_some(self.books.idle, which)
+        spare_cells = [spare[i % len(spare)] for i in range(len(lanes))]
+        self.books.reclaim(lanes, wanted=wanted, compact=compact, beside=beside, spare_cells=spare_cells)
 
     @precondition(lambda self: bool(self.books.beside))
     @rule(which=choice, num_tokens=st.integers(1, 8))

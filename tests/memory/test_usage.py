@@ -33,6 +33,8 @@ def test_waste_is_told_apart() -> None:
     assert usage.holes == 1
     assert usage.tail_slack == 1 + 1 + 8
     assert usage.partly_used_blocks == 3
+    # Alone: a tail each, and the two blocks that were just admitted; the tails hold three live tokens each.
+    assert (usage.retained_blocks, usage.reserved_blocks, usage.floor_blocks) == (2 + 2, 2, 2)
     assert usage.used_fraction == 0.6
 
 
@@ -53,7 +55,31 @@ def test_swapped_sequences_use_nothing_of_the_device() -> None:
     lane = books.compute(text(9), publish=False)
     books.swap_out([lane])
     usage = books.manager.usage()
-    assert usage.live_tokens == usage.held_blocks == 0
+    assert usage.live_tokens == usage.held_blocks == usage.retained_blocks == usage.floor_blocks == 0
+
+
+def test_retained_blocks_come_down_to_their_floor() -> None:
+    books = BooksDriver()
+    lane = books.compute(text(16), publish=False)
+    books.evict({lane: [p for p in range(16) if p % 4]})
+    usage = books.manager.usage()
+    assert (usage.retained_blocks, usage.floor_blocks) == (4, 1)
+    books.reclaim(lane)
+    usage = books.manager.usage()
+    assert (usage.retained_blocks, usage.floor_blocks) == (1, 1)
+
+
+def test_blocks_are_counted_by_why_they_came_back() -> None:
+    books = BooksDriver()
+    counters = books.manager.counters
+    lane = books.compute(text(16), publish=False)
+    books.evict({lane: [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 13]})
+    assert books.reclaim(lane, beside=True) == 1
+    assert (counters.blocks_reclaimed_dead, counters.blocks_reclaimed_packed, counters.reclaim_plans) == (1, 0, 1)
+    [ticket] = books.beside
+    books.finish(ticket)
+    assert (counters.blocks_reclaimed_dead, counters.blocks_reclaimed_packed) == (1, 1)
+    assert counters.blocks_reclaimed == 2
 
 
 def test_counters_count_what_happened() -> None:

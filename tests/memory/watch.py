@@ -54,3 +54,12 @@ def verify_usage(manager: KVCacheManager) -> None:
     expect(min(parts) >= 0 and sum(parts) == usage.num_blocks, "the parts do not make up the pool")
     cells = usage.live_tokens + usage.holes + usage.tail_slack
     expect(cells == usage.held_blocks * size, "live tokens, holes and slack do not fill the held blocks")
+    num_used = usage.live_tokens + usage.holes
+    share = usage.holes / num_used if num_used else 0.0
+    expect(abs(manager.fragmentation(lanes) - share) < 1e-12, "fragmentation is not the share of holes")
+    alone = {lane: [state for state in manager.table(lane) if state.refs == 1] for lane in lanes}
+    expect(usage.retained_blocks == sum(map(len, alone.values())), "usage counts other retained blocks than there are")
+    unused = sum(s.entry * size >= manager.tokens.num_rows[lane] for lane in lanes for s in alone[lane])
+    expect(usage.reserved_blocks == unused, "usage counts other blocks for tokens to come than there are")
+    floor = sum(-(-sum(s.filled for s in states) // size) for states in alone.values())
+    expect(usage.floor_blocks == floor, "usage has another floor than the live tokens make it")

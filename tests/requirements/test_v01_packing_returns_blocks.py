@@ -9,8 +9,9 @@ from vtoken.memory.reclaim import plan_reclaim
 
 
 def test_the_plan() -> None:
-    plan = plan_reclaim(np.array([1, 1, 1, 1], np.int32), 4)
-    assert (plan.reason, plan.num_copies, len(plan.empty), len(plan.keep)) == ("packed", 3, 3, 1)
+    plan = plan_reclaim(np.array([[1, 1, 1, 1]]), 4)
+    assert (plan.reason, plan.num_copies, plan.num_blocks) == ("packed", 3, 3)
+    assert plan.returned.sum() == 3
 
 
 def test_in_the_books() -> None:
@@ -21,9 +22,9 @@ def test_in_the_books() -> None:
     assert books.manager.pool.num_free == 0, "12 of 16 tokens are erased, and every block is still taken"
     assert books.reclaim(lane, compact=False) == 0, "without packing none comes back either"
 
-    copy, returned = books.manager.reclaim(lane)
-    assert copy is not None
-    assert (len(copy), returned) == (3, 3)
+    found = books.manager.reclaim([lane])
+    [(moved, copy)] = found.copies
+    assert (moved, len(copy), found.num_blocks) == (lane, 3, 3)
     books.store.run(copy)
     books.verify()
     assert books.manager.pool.num_free == 3

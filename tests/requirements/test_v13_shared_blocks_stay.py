@@ -30,9 +30,10 @@ def test_no_copy_of_a_reclaim_touches_a_block_of_others(
     refs = books.manager.pool.refs.copy()
     live = sorted(books.lanes[lane].live)
     books.evict({lane: [p for i, p in enumerate(live) if not kept[i % len(kept)]]})
-    copy, _ = books.manager.reclaim(lane, spare_cells=data.draw(st.integers(0, 2)))
-    if copy is None:
+    found = books.manager.reclaim([lane], spare_cells=data.draw(st.integers(0, 2)))
+    if not found.copies:
         return
+    [(_, copy)] = found.copies
     books.store.run(copy)
     books.verify()
     touched = {int(slot) // size for slot in (*copy.src, *copy.dst)}

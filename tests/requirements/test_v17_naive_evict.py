@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory.driver import BooksDriver
@@ -31,3 +31,20 @@ def test_one_survivor_holds_a_block_that_packing_would_return() -> None:
         books.evict({0: [p for p in range(16) if p not in (0, 5, 10)]})
     assert naive.reclaim(0, compact=False) == 1
     assert packing.reclaim(0) == 3
+
+
+@settings(max_examples=40)
+@given(size=block_sizes(), steps=st.integers(1, 25), kept=st.lists(st.booleans(), min_size=1, max_size=30))
+def test_dead_cells_are_not_used_again(size: int, steps: int, kept: list[bool]) -> None:
+    """The arm `naive`: what a text ever was long is what it takes, blocks that died as a whole aside."""
+    books = BooksDriver(size, num_blocks=60, reuse_cells=False, check_shadow=False)
+    lane = books.compute([1] * size, publish=False)
+    for step in range(steps):
+        books.grow({lane: 1 + step % 3})
+        live = sorted(books.lanes[lane].live)[:-1]
+        books.evict({lane: [p for p in live if not kept[(p + step) % len(kept)]]})
+        books.reclaim(lane, compact=False)
+        positions = sorted(books.lanes[lane].live)
+        assert books.manager.tokens.rows_of(lane, positions).tolist() == positions, "a token lies where it was written"
+        assert len(books.blocks_of(lane)) == len({p // size for p in positions})
+    assert books.manager.counters.tokens_relocated == 0

@@ -15,11 +15,13 @@ from vtoken.memory.beside import BesideMoves
 from vtoken.memory.block_pool import BlockPool
 from vtoken.memory.block_table import EMPTY, BlockState, BlockTable
 from vtoken.memory.copy import Copy, CopyKind
+from vtoken.memory.lanes import Lanes
 from vtoken.memory.prefix_cache import BlockHashes, PrefixCache, PrefixEntry
 from vtoken.memory.publisher import Publisher
-from vtoken.memory.reclaim import plan_reclaim
+from vtoken.memory.reclaim import Reclamation
+from vtoken.memory.reclaimer import Reclaimer
 from vtoken.memory.slot_allocator import Placement, SlotAllocator
-from vtoken.memory.stats import MemoryCounters, MemoryUsage
+from vtoken.memory.stats import MemoryCounters, MemoryUsage, fragmentation
 from vtoken.memory.token_table import TokenTable
 
 
@@ -50,6 +52,10 @@ class KVCacheManager:
         enable_prefix_caching: whether full blocks are published and matched.
         columns: statistics kept a token, name -> dtype; they move with their tokens.
         free_order: the order in which fresh blocks are handed out, for tests and pictures.
+        reuse_cells: whether new tokens may take the cells of dead ones. Without, as in engines that only mark tokens
+            dead, each goes behind the last row used, and a hole is lost until its block returns.
+        max_cost_per_block: the most tokens that `reclaim` copies for a block; None = what it takes, which is never
+            `block_size` or more.
     """
 
     def __init__(
@@ -61,25 +67,37 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         columns: Mapping[str, DTypeLike] | None = None,
         free_order: Sequence[int] | None = None,
+        reuse_cells: bool = True,
+        max_cost_per_block: int | None = None,
     ) -> None:
         if not 4 <= block_size <= 256:
             raise ValueError(f"block_size must be 4 to 256, got {block_size}")
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        if max_cost_per_block is not None and max_cost_per_block < 0:
+            raise ValueError(f"max_cost_per_block must be None or at least 0 tokens, got {max_cost_per_block}")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, block_size, free_order)
         self.host_pool = BlockPool(num_host_blocks, block_size)
         self.blocks = BlockTable(block_size)
         self.tokens = TokenTable(self.blocks, columns)
-        self.slots = SlotAllocator(self.pool, self.blocks, self.tokens)
+        self.lanes = Lanes(self.blocks, self.tokens)
+        self.slots = SlotAllocator(self.pool, self.blocks, self.tokens, reuse_cells=reuse_cells)
         self.prefix = PrefixCache(self.pool)
         self.moves = BesideMoves(self.pool, self.blocks, self.tokens)
         self.counters = MemoryCounters()
-        self._free_lanes = list(range(len(self.blocks.num_entries)))[::-1]
-        num_lanes = len(self._free_lanes)
-        self.is_open: NDArray[np.bool_] = np.zeros(num_lanes, np.bool_)  # a sequence has the lane
-        self.on_host = np.zeros(num_lanes, np.bool_)  # the lane's ids are of the host pool
+        self._reclaimer = Reclaimer(
+            self.pool,
+            self.blocks,
+            self.tokens,
+            self.slots,
+            self.prefix,
+            self.moves,
+            self.counters,
+            max_cost_per_block,
+        )
+        self.decisions = self._reclaimer.decisions
         self._publisher = Publisher(self.prefix, self.blocks, self.tokens)
 
     # --- blocks -------------------------------------------------------------------------------------------------
@@ -113,40 +131,26 @@ class KVCacheManager:
 
     # --- lanes --------------------------------------------------------------------------------------------------
 
-    def _open_lane(self, num_entries: int) -> int:
-        self._ensure(num_entries)
-        lane = self._free_lanes.pop()
-        self.is_open[lane] = True
-        return lane
+    @property
+    def is_open(self) -> NDArray[np.bool_]:
+        """[lanes] whether a sequence has the lane."""
+        return self.lanes.is_open
 
-    def _ensure(self, num_entries: int) -> None:
-        """Grow the tables, by doubling, until there is a free lane and room for `num_entries` entries a lane."""
-        num_lanes, capacity = self.blocks.ids.shape
-        wanted = num_lanes if self._free_lanes else 2 * num_lanes
-        if wanted == num_lanes and num_entries <= capacity:
-            return
-        self.blocks.grow(wanted, max(num_entries, 2 * capacity) if num_entries > capacity else capacity)
-        self.tokens.grow(wanted)
-        extra = wanted - num_lanes
-        self.is_open = np.append(self.is_open, np.zeros(extra, np.bool_))
-        self.on_host = np.append(self.on_host, np.zeros(extra, np.bool_))
-        self._free_lanes += range(wanted - 1, num_lanes - 1, -1)
-
-    def _close_lane(self, lane: int) -> None:
-        self.tokens.clear(lane)
-        self.blocks.clear(lane)
-        self.is_open[lane] = self.on_host[lane] = False
-        self._publisher.close(lane)
-        self._free_lanes.append(lane)
+    @property
+    def on_host(self) -> NDArray[np.bool_]:
+        """[lanes] whether the lane's blocks are those of the host pool."""
+        return self.lanes.on_host
 
     @property
     def used_lanes(self) -> list[int]:
-        lanes: list[int] = np.flatnonzero(self.is_open).tolist()
-        return lanes
+        return self.lanes.used
 
-    def _require_on_device(self, lanes: NDArray[np.int64] | list[int]) -> None:
-        if not self.is_open[lanes].all() or self.on_host[lanes].any():
-            raise ValueError(f"not all lanes of {list(lanes)} are in use and on the device")
+    @property
+    def _free_lanes(self) -> list[int]:  # for `audit`
+        return self.lanes.free
+
+    def _ensure(self, num_entries: int) -> None:
+        self.lanes.ensure(num_entries)
 
     # --- admit, extend, fork, release ------------------------------------------------------------------------------
 
@@ -173,7 +177,7 @@ class KVCacheManager:
         if self.blocks_to_admit(num_tokens, matched) > self.num_available:
             return None
         num_entries = max(-(-num_tokens // self.block_size), len(matched))
-        lane = self._open_lane(num_entries)
+        lane = self.lanes.open(num_entries)
         shared = np.array([entry.block for entry in matched], np.int32)
         self.pool.add_refs(shared)  # before blocks are taken, so that these are not the ones forgotten
         self.prefix.use(shared.tolist())
@@ -194,7 +198,7 @@ class KVCacheManager:
 
         Both are [n]. Raises ValueError for a lane that is not in use, or on the host.
         """
-        self._require_on_device(lanes)
+        self.lanes.require_on_device(lanes)
         return self.slots.place(lanes, counts)
 
     def extend(self, placement: Placement) -> Extension:
@@ -203,7 +207,7 @@ class KVCacheManager:
         counts = np.diff(starts)
         size, blocks = self.block_size, self.blocks
         if len(placement.fresh):
-            self._ensure(int(placement.fresh[:, 1].max()) + 1)
+            self.lanes.ensure(int(placement.fresh[:, 1].max()) + 1)
         taken = self._take(placement.num_blocks)
         copies = self._copy_on_write(placement.copied, taken[len(placement.fresh) :])
         fresh_lanes, fresh_entries = placement.fresh.T
@@ -252,9 +256,9 @@ class KVCacheManager:
 
         Raises ValueError for a lane that is not in use, or on the host.
         """
-        self._require_on_device([lane])
+        self.lanes.require_on_device([lane])
         num_entries = int(self.blocks.num_entries[lane])
-        twin = self._open_lane(num_entries)
+        twin = self.lanes.open(num_entries)
         self.moves.drop(lane)  # what it was about to write is shared from now on
         used = bits.occupied(self.blocks.masks[lane, :num_entries])
         shared = self.blocks.ids[lane, :num_entries][used]
@@ -281,7 +285,8 @@ class KVCacheManager:
                 self.host_pool.drop_refs(held)
             else:
                 self._drop(held)
-            self._close_lane(lane)
+            self._publisher.close(lane)
+            self.lanes.close(lane)
 
     # --- prefix: publish, commit, withdraw ---------------------------------------------------------------------------
 
@@ -290,7 +295,7 @@ class KVCacheManager:
 
         A sequence that has lost a token, and its forks, publish no more: what they computed since lacks that context.
         """
-        self._require_on_device([lane])
+        self.lanes.require_on_device([lane])
         if self.enable_prefix_caching:
             self._publisher.publish(lane, hashes)
 
@@ -329,81 +334,76 @@ class KVCacheManager:
         that others hold or another copy touches.
         """
         lanes = np.full(len(source_rows), lane)
-        self._require_on_device([lane])
+        self.lanes.require_on_device([lane])
         if not self.blocks.is_live(lanes, source_rows).all():
             raise ValueError("only live tokens can be relocated")
         if not len(np.unique(source_rows)) == len(np.unique(target_rows)) == len(source_rows) == len(target_rows):
             raise ValueError("a relocation names each source and each target once")
         if not np.isin(target_rows, self.slots.free_cells(lane)).all():
             raise ValueError("a relocation's targets must be free cells of blocks that the sequence holds alone")
-        sources, targets = self.blocks.slots(lanes, source_rows), self.blocks.slots(lanes, target_rows)
-        source_blocks, target_blocks = np.unique(sources // self.block_size), np.unique(targets // self.block_size)
+        source_blocks = np.unique(self.blocks.ids[lane, source_rows // self.block_size])
         if (self.pool.refs[source_blocks] > 1).any() or (self.pool.pins[source_blocks] > 0).any():
             raise ValueError("a block that others hold or another copy reads is no source of a relocation")
-        for block in target_blocks[self.pool.published[target_blocks]].tolist():
-            self.prefix.forget_block(block)
-        self.counters.tokens_relocated += len(sources)
-        if beside:
-            return self.moves.begin(lane, source_rows, target_rows, sources, targets)
-        self.tokens.move(lane, source_rows, target_rows)
-        return Copy(CopyKind.RELOCATE, sources, targets)
+        return self._reclaimer.relocate(lane, source_rows, target_rows, beside=beside)
 
     def finish(self, ticket: int, *, copied: bool = True) -> None:
         """A beside-copy has ended: switch the map, unless its plan was dropped, and return the emptied blocks.
 
         With `copied=False` it failed: its tokens stay where they are, and its cells are free again.
         """
-        lane = self.moves.finish(ticket, copied=copied)
-        if lane is not None:
-            self._return_dead(lane)
+        self._reclaimer.finish(ticket, copied=copied)
 
     def reclaim(
-        self, lane: int, *, compact: bool = True, beside: bool = False, spare_cells: int = 0
-    ) -> tuple[Copy | None, int]:
-        """Give back the blocks of a lane that its live tokens do not need: (the copy it takes, blocks returned).
+        self,
+        lanes: Sequence[int] | NDArray[np.int64],
+        *,
+        wanted: int | None = None,
+        spare_cells: int | NDArray[np.int64] = 0,
+        compact: bool = True,
+        beside: bool = False,
+        trigger: str = "manual",
+    ) -> Reclamation:
+        """Give back blocks that the live tokens of some sequences do not need, the cheapest first.
 
-        Blocks that others hold, or that a copy touches, are left alone. With `compact=False` only fully dead blocks
-        return. With `beside=True` the blocks return in `finish`.
+        Blocks in which no token of a lane lives return in any case. If that is not enough, live tokens move together,
+        in blocks that nobody else holds and no copy touches, as far as it takes to bring back `wanted` blocks in all;
+        None = all that can come back. Lanes with moves under way keep theirs where they are. Leaves a record in
+        `decisions`. A block counts as returned when nobody holds it any more.
+
+        Without reuse of cells a lane that is packed at all is packed as a whole, its tokens to the front, so that the
+        cells that become free lie behind them; `wanted` only chooses the lanes then.
+
+        Args:
+            spare_cells: free cells left to a sequence that is about to write, [n] or the same for all.
+            compact: False: only dead blocks return.
+            beside: the copies may run while steps go on; the blocks they empty return in `finish`.
+            trigger: why, for the record.
+
+        Raises ValueError for a lane that is not in use, on the host or named twice, and for negative numbers.
         """
-        self._require_on_device([lane])
-        if self.moves.is_pending(lane):
-            return None, 0
-        ids = self.blocks.ids[lane, : self.blocks.num_entries[lane]]
-        own = np.flatnonzero((ids != EMPTY) & (self.pool.refs[ids] == 1) & (self.pool.pins[ids] == 0))
-        own = own[own * self.block_size < self.tokens.num_rows[lane]]
-        # Of blocks with as many live tokens, published ones are emptied first: they stay useful as cached blocks.
-        own = own[np.argsort(self.pool.published[ids[own]], kind="stable")]
-        plan = plan_reclaim(self.blocks.live_counts(lane)[own], self.block_size, spare_cells, compact)
-        copy = None
-        if plan.num_copies:
-            live, cells = self.blocks.live_rows(lane), self.slots.free_cells(lane)
-            sources = live[np.isin(live // self.block_size, own[plan.empty])]
-            cells = cells[np.isin(cells // self.block_size, own[plan.keep])]
-            cells = cells[np.argsort(self.pool.published[ids[cells // self.block_size]], kind="stable")]
-            copy = self.relocate(lane, sources, cells[: len(sources)], beside=beside)
-        return copy, self._return_dead(lane)
+        which = np.asarray(lanes, np.int64)
+        self.lanes.require_on_device(which)
+        spare = np.broadcast_to(np.asarray(spare_cells, np.int64), which.shape)
+        if len(set(which.tolist())) != len(which):
+            raise ValueError(f"lanes {list(lanes)}: a reclaim names each lane once")
+        if (wanted is not None and wanted < 0) or (spare < 0).any():
+            raise ValueError(f"wanted={wanted} and spare_cells={spare_cells} must not be negative")
+        return self._reclaimer.reclaim(
+            which, wanted=wanted, spare_cells=spare, compact=compact, beside=beside, trigger=trigger
+        )
+
+    def fragmentation(self, lanes: Sequence[int] | NDArray[np.int64]) -> float:
+        """Share of the used cells of the lanes' blocks in which nothing lives for any of them, tail slack aside.
+
+        A block that several of the lanes hold counts once. 0.0 where no cell is used.
+        """
+        which = np.asarray(lanes, np.int64)
+        self.lanes.require_on_device(which)
+        return fragmentation(self, which)
 
     def add_statistics(self, name: str, lanes: NDArray[np.int32], values: NDArray[np.floating[Any]]) -> None:
         """Add `values` [n, rows] to the column `name` of the distinct `lanes` [n]."""
         self.tokens.add_statistics(name, lanes, values)
-
-    def _return_dead(self, lane: int) -> int:
-        """Let go of the blocks in which no token of the lane lives, and of their entries."""
-        num_entries = int(self.blocks.num_entries[lane])
-        ids = self.blocks.ids[lane, :num_entries]
-        # Rows from num_rows on were never used: their blocks are held for tokens to come, not dead.
-        is_dead = ~bits.occupied(self.blocks.masks[lane, :num_entries]) & (ids != EMPTY)
-        is_dead &= np.arange(num_entries) * self.block_size < self.tokens.num_rows[lane]
-        is_dead &= self.pool.pins[ids] == 0  # a copy beside the steps may be about to fill it
-        dead = ids[is_dead]
-        if len(dead):
-            ids[is_dead] = EMPTY
-            # A prefix whose holder has moved on is the first to be forgotten.
-            self.prefix.keep_as_oldest(self.pool.drop_refs(dead))
-            self.blocks.cut(lane)
-            self.tokens.cut(lane)
-            self.counters.blocks_reclaimed += len(dead)
-        return len(dead)
 
     # --- swap -------------------------------------------------------------------------------------------------------
 

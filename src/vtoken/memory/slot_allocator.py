@@ -47,9 +47,13 @@ class SlotAllocator:
     4. new blocks, in the first EMPTY entries.
 
     A sequence that never lost a token therefore has row = position.
+
+    With `reuse_cells=False` it does what engines do that only mark tokens dead: a new token goes behind the last row
+    used, in the same order of kinds of blocks, and new blocks are appended; holes and EMPTY entries are left alone.
     """
 
-    def __init__(self, pool: BlockPool, blocks: BlockTable, tokens: TokenTable) -> None:
+    def __init__(self, pool: BlockPool, blocks: BlockTable, tokens: TokenTable, *, reuse_cells: bool = True) -> None:
+        self.reuse_cells = reuse_cells
         self._pool = pool
         self._blocks = blocks
         self._tokens = tokens
@@ -88,6 +92,8 @@ class SlotAllocator:
 
     def _place_singles(self, lanes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """One token a lane, many lanes at once: (row or UNPLACED, whether it needs a new block)."""
+        if not self.reuse_cells:
+            return self._next_at_end(lanes)
         is_fresh = np.zeros(len(lanes), np.bool_)
         rows = np.full(len(lanes), UNPLACED, np.int64)
         is_dense = self._tokens.num_live[lanes] == self._tokens.num_rows[lanes]
@@ -98,7 +104,8 @@ class SlotAllocator:
         return rows, is_fresh
 
     def _next_at_end(self, lanes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """For lanes without holes: the row after the last one, unless it lies in a block that may not be written."""
+        """For lanes without holes, or whose holes are left alone: the row after the last one, unless it lies in a block
+        that may not be written."""
         rows = self._tokens.num_rows[lanes].astype(np.int64)
         entries = rows // self._blocks.block_size
         is_fresh = entries >= self._blocks.num_entries[lanes]
@@ -138,7 +145,9 @@ class SlotAllocator:
         live = self._blocks.live_counts(lane)
         refs = np.array([pool.refs[b] - dropped.get(b, 0) if b != EMPTY else 0 for b in ids.tolist()], np.int64)
 
+        first = 0 if self.reuse_cells else int(self._tokens.num_rows[lane])
         cells = self._free_rows(lane, refs == 1)
+        cells = cells[np.searchsorted(cells, first) :]
         unused, published = live[cells // size] == 0, pool.published[ids[cells // size]]
         partly = cells[~unused][np.argsort(published[~unused], kind="stable")]
         chosen, copies = [partly[:count]], []
@@ -147,13 +156,16 @@ class SlotAllocator:
             # A copy of a block that was full once and has holes now would give fewer cells than a new block, so that a
             # request could outgrow what was promised to it.
             is_tail = last == int(self._tokens.lengths[lane]) // size
-            if is_tail and refs[last] > 1 and live[last] < size and not pool.published[ids[last]]:
-                copies.append(last)
-                dropped[int(ids[last])] = dropped.get(int(ids[last]), 0) + 1
-                chosen.append(last * size + np.flatnonzero(~bits.unpack(self._blocks.masks[lane, [last]], size)))
+            if is_tail and refs[last] > 1 and not pool.published[ids[last]]:
+                tail = last * size + np.flatnonzero(~bits.unpack(self._blocks.masks[lane, [last]], size))
+                tail = tail[np.searchsorted(tail, first) :]
+                if len(tail):
+                    copies.append(last)
+                    dropped[int(ids[last])] = dropped.get(int(ids[last]), 0) + 1
+                    chosen.append(tail)
             chosen.append(cells[unused][np.argsort(published[unused], kind="stable")])
         num_missing = max(0, count - sum(map(len, chosen)))
-        gaps = np.flatnonzero(ids == EMPTY)
+        gaps = np.flatnonzero(ids == EMPTY) if self.reuse_cells else np.zeros(0, np.int64)
         num_fresh = -(-num_missing // size)
         entries = np.concatenate((gaps, num_entries + np.arange(num_fresh)))[:num_fresh]
         chosen.append((entries[:, None] * size + np.arange(size)).reshape(-1))

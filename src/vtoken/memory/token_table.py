@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from vtoken.memory import bits
 from vtoken.memory.bits import Ints
 from vtoken.memory.block_table import BlockTable, grown
 
@@ -18,7 +19,7 @@ class TokenTable:
     Three spaces, two maps: `position -> row` is kept here, `row -> slot` is arithmetic on the `BlockTable`, whose masks
     also say which rows live. What stands in a dead row means nothing.
 
-    `columns` names the statistics and their dtype, for instance `{"attention": np.float32}`.
+    `columns` names the statistics and their dtype, for instance `{"attention": np.float32}`; `add_column` makes more.
     """
 
     def __init__(self, blocks: BlockTable, columns: Mapping[str, DTypeLike] | None = None) -> None:
@@ -29,6 +30,7 @@ class TokenTable:
         self.columns: dict[str, NDArray[Any]] = {
             name: np.zeros((num_lanes, num_rows), dtype) for name, dtype in (columns or {}).items()
         }
+        self._starts_as: dict[str, float] = {}  # what a new token has in a column, where that is not 0
         self.lengths: NDArray[np.int32] = np.zeros(num_lanes, np.int32)  # positions that have got a row so far
         self.num_rows: NDArray[np.int32] = np.zeros(num_lanes, np.int32)  # rows [0, num_rows) have been used
         self.num_live: NDArray[np.int32] = np.zeros(num_lanes, np.int32)
@@ -36,6 +38,13 @@ class TokenTable:
         self.in_order: NDArray[np.bool_] = np.ones(num_lanes, np.bool_)  # row = position in every live row
         # [lane, position] the length at which the token died, 0 = alive. Made at the first eviction of all.
         self._died_at: NDArray[np.int32] = np.zeros((num_lanes, 0), np.int32)
+
+    def add_column(self, name: str, starts_as: float = 0.0) -> None:
+        """Keep one more statistic, float64, `starts_as` for the tokens that are there and for new ones. A name that is
+        known already is no error."""
+        if name not in self.columns:
+            self.columns[name] = np.full(self.positions.shape, starts_as)
+            self._starts_as[name] = starts_as
 
     def grow(self, num_lanes: int) -> None:
         """Follow the block table, which has grown, to `num_lanes` lanes."""
@@ -64,10 +73,10 @@ class TokenTable:
         self._died_at[target, :length] = self._died_at[source, :length]
 
     def append(self, lanes: Ints, rows: Ints, positions: Ints) -> None:
-        """Enter new tokens: distinct (lane, row) pairs and the position of each. Their statistics start at zero."""
+        """Enter new tokens: distinct (lane, row) pairs and the position of each. Their statistics start anew."""
         self.positions[lanes, rows] = positions
-        for column in self.columns.values():
-            column[lanes, rows] = 0
+        for name, column in self.columns.items():
+            column[lanes, rows] = self._starts_as.get(name, 0)
         self.blocks.set_live(lanes, rows)
         np.maximum.at(self.num_rows, lanes, rows + 1)
         np.add.at(self.lengths, lanes, 1)
@@ -85,6 +94,15 @@ class TokenTable:
         for end in ends.tolist():
             column[lanes[start] : lanes[start] + end - start] += values[start:end]
             start = end
+
+    def replace_statistics(self, name: str, lanes: Ints, values: NDArray[np.floating[Any]]) -> None:
+        """Put `values` [n, rows] into a column of the distinct `lanes` [n], except where they are NaN."""
+        rows = values.shape[1]
+        self.columns[name][lanes, :rows] = np.where(np.isnan(values), self.columns[name][lanes, :rows], values)
+
+    def fade_statistics(self, name: str, lanes: Ints, factors: NDArray[np.float64]) -> None:
+        """Multiply a column of the distinct `lanes` [n] by `factors` [n]; 0 starts it anew."""
+        self.columns[name][lanes] *= factors[:, None]
 
     def kill(self, lanes: Ints, rows: Ints) -> None:
         """Mark distinct live (lane, row) pairs dead and record at which length they died."""
@@ -119,6 +137,17 @@ class TokenTable:
         deaths = self._died_at[lane, : self.lengths[lane]]
         positions = np.flatnonzero(deaths)
         return dict(zip(positions.tolist(), deaths[positions].tolist(), strict=True))
+
+    def live_by_position(self, lanes: Ints) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_]]:
+        """(rows, positions, whether there is a token), each [n, T]: the live tokens of the distinct `lanes` [n] in
+        order of position, padded behind to the most that one of them has."""
+        num_entries = int(self.blocks.num_entries[lanes].max(initial=0))
+        live = bits.unpack(self.blocks.masks[lanes, :num_entries], self.blocks.block_size)
+        positions = np.where(live, self.positions[lanes, : live.shape[1]], np.iinfo(np.int32).max)
+        most = int(self.num_live[lanes].max(initial=0))
+        rows = np.argsort(positions, axis=1, kind="stable")[:, :most]
+        positions = np.take_along_axis(positions, rows, axis=1)
+        return rows, positions, np.arange(most) < self.num_live[lanes][:, None]
 
     def rows_of(self, lane: int, positions: Sequence[int] | Ints) -> NDArray[np.int64]:
         """The rows of live tokens. Raises KeyError for a dead or unknown position."""
