@@ -20,7 +20,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +34,14 @@ from torch import Tensor
 
 from vtoken.attention.cache import CachePlane, LayerCache
 from vtoken.attention.cpu import CpuAttention
-from vtoken.attention.metadata import ATTENTION, AttentionMetadata
+from vtoken.attention.metadata import AttentionMetadata, Tally
 from vtoken.attention.spec import AttentionSpec
 from vtoken.base.kv_format import KV_FORMATS
 from vtoken.kernels.compiler import find_compiler
 from vtoken.memory import bits
+from vtoken.policies.statistics import AttentionStatistic, CountLow, Sum
 from vtoken.quant.kv_format import STORAGE
+from vtoken.schedule.plan import StatisticOrder
 
 BLOCK_SIZE = 16
 
@@ -146,14 +151,19 @@ class Bench:
             row_positions=None,
         )
 
-    def attend(self, backend: CpuAttention, mass: bool) -> None:
-        """Over the next of the pasts."""
-        meta = self.metas[self.turn % self.num_layers]
+    def attend(self, backend: CpuAttention, statistic: AttentionStatistic | None = None) -> None:
+        """Over the next of the pasts, gathering a statistic of all sequences."""
+        meta = replace(self.metas[self.turn % self.num_layers], tallies=self.tallies(statistic))
         self.turn += 1
-        meta.statistics.clear()
-        if mass:
-            meta.statistics[ATTENTION] = np.zeros((meta.num_slices, meta.block_tables.shape[1] * BLOCK_SIZE))
         backend.attend(self.spec, self.q, self.k, self.v, self.cache, meta)
+
+    @cache  # noqa: B019 - memory for what is gathered is taken once a step, not once a layer
+    def tallies(self, statistic: AttentionStatistic | None) -> list[Tally]:
+        meta = replace(self.metas[0], tallies=[], _tally_of={})
+        if statistic is not None:
+            everyone = np.arange(meta.num_slices, dtype=np.int32)
+            meta.add(StatisticOrder(statistic, everyone, np.zeros(len(everyone), np.int64)))
+        return meta.tallies
 
 
 def huge_bytes() -> int:
@@ -162,25 +172,31 @@ def huge_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))
 
 
-def compare(title: str, benches: tuple[Bench, Bench], args: argparse.Namespace) -> None:
-    """Tokens a second of the second cache over those of the first, call by call in turn."""
+def compare(
+    title: str, first: Callable[[CpuAttention], None], second: Callable[[CpuAttention], None], args: argparse.Namespace
+) -> None:
+    """Time of the first over that of the second, call by call in turn."""
     clock = time.perf_counter if args.clock == "wall" else lambda: time.process_time() / args.threads
     backend = CpuAttention(num_threads=args.threads)
     ratios = []
     for _ in range(args.rounds + 2):
         taken = []
-        for bench in benches:
+        for attend in (first, second):
             start = clock()
-            bench.attend(backend, mass=False)
+            attend(backend)
             taken.append(clock() - start)
         ratios.append(taken[0] / taken[1])
     ratios = sorted(ratios[2:])
     low, high = ratios[len(ratios) // 10], ratios[9 * len(ratios) // 10]
-    print(f"| {title} | {statistics.median(ratios):.2f} | {low:.2f}-{high:.2f} |", flush=True)
+    print(f"| {title} | {statistics.median(ratios):.3f} | {low:.3f}-{high:.3f} |", flush=True)
 
 
 def measure(
-    title: str, bench: Bench, read: Callable[[Tensor, int], None], args: argparse.Namespace, mass: bool
+    title: str,
+    bench: Bench,
+    read: Callable[[Tensor, int], None],
+    args: argparse.Namespace,
+    statistic: AttentionStatistic | None,
 ) -> None:
     backend = CpuAttention(num_threads=args.threads)
     part = bench.data[: bench.past_bytes // 65536 * 65536]
@@ -192,7 +208,7 @@ def measure(
         read(bench.data[others : others + part.nbytes], args.threads)
         plain = part.nbytes / (clock() - start)
         start = clock()
-        bench.attend(backend, mass)
+        bench.attend(backend, statistic)
         taken = clock() - start
         if i >= 2:
             rates.append(plain / 1e9)
@@ -222,15 +238,17 @@ def main() -> None:
     args = parser.parse_args()
     read = plain_read()
     small = (9, 3, 64)
-    rows: list[tuple[str, tuple[int, int, int], str, dict[str, bool]]] = [
+    mass = {"statistic": Sum()}
+    rows: list[tuple[str, tuple[int, int, int], str, dict[str, Any]]] = [
         ("9/3 x 64 float32, consecutive", small, "float32", {"scattered": False}),
         ("9/3 x 64 float32, consecutive, 4 KB pages", small, "float32", {"scattered": False, "huge": False}),
         ("9/3 x 64 float32", small, "float32", {}),
         ("9/3 x 64 float32, 4 KB pages", small, "float32", {"huge": False}),
-        ("9/3 x 64 float32, mass", small, "float32", {"mass": True}),
+        ("9/3 x 64 float32, mass", small, "float32", mass),
+        ("9/3 x 64 float32, low counts", small, "float32", {"statistic": CountLow(64)}),
     ]
     rows += [(f"9/3 x 64 {name}", small, name, {}) for name in KV_FORMATS if name != "float32"]
-    rows += [("9/3 x 64 int8, mass", small, "int8", {"mass": True})]
+    rows += [("9/3 x 64 int8, mass", small, "int8", mass)]
     rows += [
         (f"{heads}/{kv_heads} x {width} {name}", (heads, kv_heads, width), name, {})
         for heads, kv_heads, width in ((12, 12, 64), (32, 8, 128), (8, 1, 64), (14, 2, 64))
@@ -254,7 +272,7 @@ def main() -> None:
             scattered=how.get("scattered", True),
             huge=how.get("huge", True),
         )
-        measure(title, bench, read, args, how.get("mass", False))
+        measure(title, bench, read, args, how.get("statistic"))
 
     print("\n| tokens a second over float32's, call by call in turn | ratio | p10-p90 |")
     print("|---|---|---|")
@@ -268,7 +286,17 @@ def main() -> None:
                 Bench(heads, form, args.sequences, args.context, nbytes=nbytes, scattered=True, huge=True)
                 for form in ("float32", name)
             )
-            compare(title, (first, second), args)
+            compare(title, first.attend, second.attend, args)
+
+    print("\n| time with a statistic over that without, call by call in turn | ratio | p10-p90 |")
+    print("|---|---|---|")
+    for heads, name in ((small, "float32"), (small, "int8"), ((32, 8, 128), "float32"), ((14, 2, 64), "float32")):
+        for statistic in (Sum(), CountLow(64)):
+            title = f"{heads[0]}/{heads[1]} x {heads[2]} {name}, {type(statistic).__name__}"
+            if args.only not in title:
+                continue
+            bench = Bench(heads, name, args.sequences, args.context, nbytes=nbytes, scattered=True, huge=True)
+            compare(title, partial(bench.attend, statistic=statistic), bench.attend, args)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Prefill attention of the CPU kernels against the processor's arithmetic peak and torch's own attention.
 
 The peak is that of a loop of multiply-adds that touches registers only. Each round times, one after the other: the
-peak, our kernel, our kernel collecting the attention mass, and `scaled_dot_product_attention` over keys and values
-that were gathered beforehand. Printed are GFLOP/s, counting what a query has to see and nothing else, as median (10th
-to 90th percentile) over the rounds; the share of the peak and the ratios are medians of each round's own.
+peak, our kernel, our kernel gathering statistics, and `scaled_dot_product_attention` over keys and values that were
+gathered beforehand. Printed are GFLOP/s, counting what a query has to see and nothing else, as median (10th to 90th
+percentile) over the rounds; the share of the peak and the ratios are medians of each round's own. Below the name of a
+statistic stands the rate with it over that without.
 On one thread the clock counts processor time, so that a busy machine matters little.
 
     python benchmarks/bench_prefill_attention.py [--threads 1 --rounds 9]
@@ -18,7 +19,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +29,14 @@ from torch.nn import functional as F
 
 from vtoken.attention.cache import CachePlane, LayerCache
 from vtoken.attention.cpu import CpuAttention
-from vtoken.attention.metadata import ATTENTION, AttentionMetadata
+from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.spec import AttentionSpec
 from vtoken.base.kv_format import KV_FORMATS
 from vtoken.kernels.compiler import SOURCES, find_compiler
 from vtoken.memory import bits
+from vtoken.policies.statistics import AttentionStatistic, CountLow, Sum, SumLast
 from vtoken.quant.kv_format import encode
+from vtoken.schedule.plan import StatisticOrder
 
 BLOCK_SIZE = 16
 
@@ -96,6 +100,12 @@ class Load:
         return 4.0 * head_dim * num_heads * sum(self.past + i + 1 for i in range(self.num_new))
 
 
+STATISTICS: dict[str, AttentionStatistic] = {
+    "mass": Sum(),
+    "mass of the last 64": SumLast(64),
+    "low counts of the last 64": CountLow(64),
+}
+
 SMOL, LLAMA = (9, 3, 64), (32, 8, 128)
 LOADS = [
     Load("from scratch", SMOL, 4096),
@@ -156,13 +166,13 @@ class Bench:
             row_positions=None,
         )
 
-    def ours(self) -> torch.Tensor:
-        self.meta.statistics.clear()
-        return self.backend.attend(self.spec, self.q, self.k, self.v, self.cache, self.meta)
-
-    def with_mass(self) -> None:
-        self.meta.statistics[ATTENTION] = np.zeros((1, self.meta.block_tables.size * BLOCK_SIZE))
-        self.backend.attend(self.spec, self.q, self.k, self.v, self.cache, self.meta)
+    def ours(self, statistic: AttentionStatistic | None = None) -> torch.Tensor:
+        meta = replace(self.meta, tallies=[], _tally_of={})
+        if statistic is not None:
+            end = int(meta.positions[-1]) + 1
+            first = 0 if statistic.last is None else end - statistic.last
+            meta.add(StatisticOrder(statistic, np.zeros(1, np.int32), np.array([first])))
+        return self.backend.attend(self.spec, self.q, self.k, self.v, self.cache, meta)
 
     def torchs(self) -> torch.Tensor:
         how = {"attn_mask": self.visible} if self.load.past else {"is_causal": True}
@@ -182,14 +192,18 @@ def measure(load: Load, num_threads: int, rounds: int, peak: Callable[[int, int]
             act()
         return times * load.flops / (clock() - started) / 1e9
 
-    found: dict[str, list[float]] = {name: [] for name in ("peak", "ours", "mass", "torch")}
+    acts: dict[str, Callable[[], object]] = {
+        "ours": bench.ours,
+        **{title: partial(bench.ours, statistic) for title, statistic in STATISTICS.items()},
+        "torch": bench.torchs,
+    }
+    found: dict[str, list[float]] = {name: [] for name in ("peak", *acts)}
     for _ in range(rounds):
         started = clock()
         operations = peak(2_000_000, num_threads)
         found["peak"].append(operations / (clock() - started) / 1e9)
-        found["ours"].append(rate(bench.ours))
-        found["mass"].append(rate(bench.with_mass))
-        found["torch"].append(rate(bench.torchs))
+        for name, act in acts.items():
+            found[name].append(rate(act))
 
     def cell(name: str) -> str:
         rates = sorted(found[name])
@@ -200,8 +214,9 @@ def measure(load: Load, num_threads: int, rounds: int, peak: Callable[[int, int]
 
     size = f"{load.num_new} after {load.past}" if load.past else f"{load.num_new}"
     shape = f"{load.heads[0]}/{load.heads[1]} x {load.heads[2]}"
-    cells = [load.name, shape, load.kv, size, *map(cell, found), f"{ratio('ours', 'peak'):.0%}"]
-    cells += [f"{ratio('ours', 'torch'):.2f}", f"{ratio('mass', 'ours'):.2f}"]
+    cells = [load.name, shape, load.kv, size, *map(cell, ("peak", "ours", "torch"))]
+    cells += [f"{ratio('ours', 'peak'):.0%}", f"{ratio('ours', 'torch'):.2f}"]
+    cells += [f"{ratio(title, 'ours'):.2f}" for title in STATISTICS]
     return f"| {' | '.join(cells)} |"
 
 
@@ -214,8 +229,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     peak = multiply_adds()
     print(f"{args.threads} thread(s), GFLOP/s")
-    print("| load | heads | KV | tokens | peak | ours | with mass | torch | of peak | to torch | mass to none |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| load | heads | KV | tokens | peak | ours | torch | of peak | to torch | {' | '.join(STATISTICS)} |")
+    print("|---|---|---|---|---|---|---|---|---|" + "---|" * len(STATISTICS))
     for load in LOADS:
         print(measure(load, args.threads, args.rounds, peak), flush=True)
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.memory.copy import Copy
-from vtoken.schedule.plan import SamplingBatch, StepPlan
+from vtoken.policies.statistics import Statistic
+from vtoken.schedule.plan import SamplingBatch, StatisticOrder, StepPlan
 
 
 @dataclass
@@ -84,16 +85,34 @@ def draws(
     )
 
 
+def order(
+    statistic: Statistic,
+    slices: Sequence[int],
+    first: int | Sequence[int] = 0,
+    owners: Sequence[int] | None = None,
+    due: Sequence[bool] | None = None,
+) -> StatisticOrder:
+    """An order in which a scalar holds for every slice. Owners are the slices themselves unless told otherwise."""
+    return StatisticOrder(
+        statistic,
+        np.asarray(slices, np.int32),
+        np.broadcast_to(np.asarray(first, np.int64), (len(slices),)).copy(),
+        np.asarray(slices if owners is None else owners, np.int64),
+        None if due is None else np.asarray(due, np.bool_),
+    )
+
+
 def make_plan(
     slices: Sequence[Slice],
     *,
     block_size: int | None = None,
     sampling: SamplingBatch | None = None,
     copies: Sequence[Copy] = (),
-    statistics: Sequence[str] = (),
+    statistics: Sequence[Statistic | StatisticOrder] = (),
     step: int = 0,
 ) -> StepPlan:
-    """A plan for these slices, drawing greedily after each of them unless told otherwise."""
+    """A plan for these slices, drawing greedily after each of them unless told otherwise. A statistic without an order
+    is wanted of all slices, over all queries or tokens."""
     size = slices[0].lane.block_size if block_size is None else block_size
     num_entries = max((len(s.lane.block_table) for s in slices), default=0)
     words = -(-size // 32)
@@ -122,5 +141,7 @@ def make_plan(
         past_live=np.array([len(s.lane.past) for s in slices], dtype=np.int32),
         sampling=greedy(range(len(slices))) if sampling is None else sampling,
         row_positions=row_positions if is_moved else None,
-        statistics=tuple(statistics),
+        statistics=tuple(
+            each if isinstance(each, StatisticOrder) else order(each, range(len(slices))) for each in statistics
+        ),
     )

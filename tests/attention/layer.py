@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,14 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.plans import Lane, Slice, make_plan
+from tests.plans import order as make_order
 from vtoken.attention.base import AttentionBackend
-from vtoken.attention.metadata import ATTENTION, AttentionMetadata
+from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.reference import ReferenceAttention
 from vtoken.attention.spec import AttentionSpec
 from vtoken.planner.kv_memory import KVShape
+from vtoken.policies.statistics import AttentionStatistic, Statistic, Sum
+from vtoken.schedule.plan import StatisticOrder
 from vtoken.worker.kv_store import KVStore
 
 PLAIN = AttentionSpec(scale=0.25)
+SUM = Sum()
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Layer:
         self.free_blocks = [int(b) for b in self.rng.permutation(num_blocks)]
 
     def step(
-        self, parts: Sequence[tuple[Slice, Text]], statistics: Sequence[str] = ()
+        self, parts: Sequence[tuple[Slice, Text]], statistics: Sequence[Statistic | StatisticOrder] = ()
     ) -> tuple[list[Tensor], AttentionMetadata]:
         """Outputs [T, num_heads, head_dim] of each slice, computed in one plan."""
         plan = make_plan([part for part, _ in parts], statistics=statistics)
@@ -139,10 +143,13 @@ def run(
     kv: tuple[str, str] | None = None,
     backend: AttentionBackend | None = None,
     seed: int = 0,
+    statistic: AttentionStatistic = SUM,
+    first: int = 0,
 ) -> tuple[Tensor, np.ndarray]:
     """Compute a text in chunks that end at `cuts` (and wherever tokens die).
 
-    Returns the outputs [T, num_heads, head_dim] and the attention each position drew [T] while it lived.
+    Returns the outputs [T, num_heads, head_dim] and the statistic of each position [T] while it lived, over the queries
+    at positions from `first` on; the attention it drew unless told otherwise.
     """
     layer = Layer(
         text,
@@ -162,14 +169,15 @@ def run(
         for other, content in others:
             num_tokens = min(int(layer.rng.integers(1, 20)), len(content) - other.next_position)
             if num_tokens:
-                first = other.next_position
-                parts.append((Slice(other, [0] * num_tokens, first, layer.extend(other, num_tokens, scatter)), content))
+                rows = layer.extend(other, num_tokens, scatter)
+                parts.append((Slice(other, [0] * num_tokens, other.next_position, rows), content))
         order = layer.rng.permutation(len(parts))
-        results, meta = layer.step([parts[i] for i in order], [ATTENTION])
         mine = order.tolist().index(0)
+        wanted = make_order(statistic, [mine], first)
+        results, meta = layer.step([parts[i] for i in order], [wanted])
         outputs.append(results[mine])
         for row, position in lane.past.items():
-            drawn[position] += meta.statistics[ATTENTION][mine, row]
+            drawn[position] += meta.gathered(wanted)[0, row]
         layer.kill(lane, text.deaths.get(end, ()))
     return torch.cat(outputs), drawn
 
@@ -178,20 +186,33 @@ def _shape(text: Text) -> tuple[int, int, int]:
     return text.q.shape[1], text.k.shape[1], text.q.shape[2]
 
 
-def dense(text: Text, spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray]:
+def dense(text: Text, spec: AttentionSpec, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The oracle's oracle: float64 softmax over the visible tokens, one query and one head after the other."""
-    q, k, v = (x.double().numpy() for x in (text.q, text.k, text.v))
-    num_tokens, num_heads, _ = q.shape
-    group = num_heads // k.shape[1]
-    out, drawn = np.zeros_like(q), np.zeros(num_tokens)
-    for position in range(num_tokens):
+    out, drawn = np.zeros(text.q.shape), np.zeros(len(text))
+    for position, head, seen, weights in _each_query(text, spec):
+        values = text.v[seen, head // (text.q.shape[1] // text.v.shape[1])].double().numpy()
+        out[position, head] = weights @ values
+        drawn[seen] += weights * (position >= first)
+    return out, drawn
+
+
+def dense_low(text: Text, spec: AttentionSpec, first: int = 0, slack: float = 0.0) -> np.ndarray:
+    """[T] how often a token drew less than its share, times `1 + slack`, of a query at `first` or later."""
+    counts = np.zeros(len(text))
+    for position, _, seen, weights in _each_query(text, spec):
+        counts[seen] += (weights < (1 + slack) / len(seen)) & (position >= first)
+    return counts
+
+
+def _each_query(text: Text, spec: AttentionSpec) -> Iterator[tuple[int, int, list[int], np.ndarray]]:
+    """(position, query head, positions it sees, the probability of each)."""
+    q, k = text.q.double().numpy(), text.k.double().numpy()
+    group = q.shape[1] // k.shape[1]
+    for position in range(len(text)):
         seen = [p for p in text.alive_at(position) if spec.window is None or p > position - spec.window]
-        for head in range(num_heads):
+        for head in range(q.shape[1]):
             scores = spec.scale * k[seen, head // group] @ q[position, head]
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
             weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
-            out[position, head] = weights @ v[seen, head // group]
-            drawn[seen] += weights
-    return out, drawn
+            yield position, head, seen, weights / weights.sum()

@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.instruction_sets import ISAS
+from tests.plans import order
 from tests.strategies import BLOCK_SIZES
 from vtoken.attention.cache import CachePlane, LayerCache
 from vtoken.attention.cpu import CpuAttention
-from vtoken.attention.metadata import ATTENTION, AttentionMetadata
+from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.reference import ReferenceAttention
 from vtoken.attention.spec import AttentionSpec
 from vtoken.base.kv_format import KV_FORMATS
+from vtoken.policies.statistics import CountLow, Sum, SumLast
 from vtoken.quant.kv_format import encode
+from vtoken.schedule.plan import StatisticOrder
 
 PLAIN = AttentionSpec(scale=0.125)
 FORMATS = list(KV_FORMATS)
@@ -51,13 +54,23 @@ class Case:
     def run(
         self, backend: CpuAttention | ReferenceAttention, spec: AttentionSpec = PLAIN, mass: bool = True
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        statistics = {ATTENTION: np.zeros((self.meta.num_slices, self._num_rows()))} if mass else {}
-        meta = replace(self.meta, statistics=statistics)
-        out = backend.attend(spec, self.q, self.k, self.v, self.cache, meta)
-        return out.numpy(), statistics.get(ATTENTION)
+        out, gathered = self.gather(backend, [order(Sum(), range(self.meta.num_slices))] if mass else [], spec)
+        return out, gathered[0] if mass else None
 
-    def _num_rows(self) -> int:
-        return max(self.meta.block_tables.shape[1] * self.meta.block_size, int(self.meta.write_rows.max()) + 1)
+    def gather(
+        self,
+        backend: CpuAttention | ReferenceAttention,
+        orders: Sequence[StatisticOrder],
+        spec: AttentionSpec = PLAIN,
+        num_layers: int = 1,
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The output, and what was gathered for each order, computed `num_layers` times."""
+        meta = replace(self.meta, tallies=[], _tally_of={})
+        for each in orders:
+            meta.add(each)
+        for _ in range(num_layers):
+            out = backend.attend(spec, self.q, self.k, self.v, self.cache, meta)
+        return out.numpy(), [meta.gathered(each) for each in orders]
 
     def only(self, s: int) -> Case:
         """The same slice without its neighbours."""
@@ -267,10 +280,53 @@ class TestBits:
     def test_mass_adds_up_over_layers(self) -> None:
         case = make(MIXED)
         _, once = case.run(CpuAttention())
-        meta = replace(case.meta, statistics={ATTENTION: once.copy()})
-        CpuAttention().attend(PLAIN, case.q, case.k, case.v, case.cache, meta)
-        assert np.array_equal(meta.statistics[ATTENTION], 2 * once)
+        _, (twice,) = case.gather(CpuAttention(), [order(Sum(), range(len(MIXED)))], num_layers=2)
+        assert np.array_equal(twice, 2 * once)
         assert np.array_equal(once, np.round(once * 2.0**28) * 2.0**-28), "mass comes in units of 2^-28"
+
+
+class TestTallies:
+    """Few new tokens a slice, each slice with a wish of its own."""
+
+    @pytest.mark.parametrize("isa", ISAS)
+    @pytest.mark.parametrize("window", [None, 2, 120])
+    @pytest.mark.parametrize("value_format", ["float32", "int8"])
+    def test_equal_the_oracle(self, value_format: str, window: int | None, isa: str) -> None:
+        case = make([*MIXED, Past(700, num_new=4, live=0.7)], value_format=value_format)
+        spec = AttentionSpec(scale=0.125, window=window)
+        last = case.meta.positions[np.array(case.meta.starts[1:]) - 1]
+        some = np.arange(0, len(last), 2)
+        orders = [
+            order(Sum(), range(len(last))),
+            order(SumLast(2), range(len(last)), last - 1),
+            order(SumLast(1), some, last[some] + (some == 2)),
+            order(CountLow(3), range(len(last)), last - 2),
+        ]
+        out, found = case.gather(CpuAttention(isa=isa), orders, spec)
+        expected_out, expected = case.gather(ReferenceAttention(), orders, spec)
+        np.testing.assert_allclose(out, expected_out, atol=1e-5)
+        for mine, theirs in zip(found[:3], expected[:3], strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+        assert not found[2][1].any(), "its only query is below the first that counts"
+        # A probability within rounding of 1 / t may fall on either side.
+        assert np.abs(found[3] - expected[3]).max() <= 1
+        assert (found[3] != expected[3]).mean() < 1e-3
+        assert found[3].any()
+
+    def test_what_a_slice_wants_changes_no_bit_of_the_output(self) -> None:
+        case = make(MIXED)
+        plain, _ = case.run(CpuAttention(), mass=False)
+        out, _ = case.gather(CpuAttention(), [order(Sum(), [0, 3]), order(CountLow(2), [3, 4], 10**6)])
+        assert np.array_equal(out, plain)
+
+    @pytest.mark.parametrize("isa", ISAS)
+    @pytest.mark.parametrize("window", [None, 50])
+    def test_equal_shares_are_not_low(self, window: int | None, isa: str) -> None:
+        case = make([Past(n, 1 + n % 4, live=0.9) for n in (0, 2, 3, 9, 60, 700)])
+        case.q[:] = 0
+        orders = [order(CountLow(9), range(6))]
+        _, (low,) = case.gather(CpuAttention(isa=isa), orders, AttentionSpec(scale=0.125, window=window))
+        assert not low.any()
 
 
 class TestExtremes:

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.attention.layer import PLAIN, Layer, Text, dense, run
+from tests.attention.layer import PLAIN, SUM, Layer, Text, dense, dense_low, run
 from tests.instruction_sets import ISAS
 from tests.plans import Lane, Slice
+from tests.plans import order as make_order
 from tests.strategies import block_sizes
 from vtoken.attention.cpu import CpuAttention
-from vtoken.attention.metadata import ATTENTION
 from vtoken.attention.spec import AttentionSpec
 from vtoken.base.kv_format import KV_FORMATS
+from vtoken.policies.statistics import AttentionStatistic, CountLow, Sum, SumLast
 
 # The sources have one form for vectors of 16, of 8 and of 4 numbers.
 FORMATS = list(KV_FORMATS)
@@ -106,7 +107,8 @@ class TestValues:
             "seed": data.draw(st.integers(0, 99), label="seed"),
         }
         backend = CpuAttention(num_threads=2, isa=data.draw(st.sampled_from(ISAS), label="instructions"))
-        close(run(text, **arrangement, backend=backend), run(text, **arrangement))
+        first = data.draw(st.integers(0, num_tokens), label="first")
+        close(run(text, **arrangement, first=first, backend=backend), run(text, **arrangement, first=first))
 
 
 class TestBits:
@@ -138,7 +140,7 @@ class TestBits:
     def test_the_mass_is_not_worth_a_bit_of_the_output(self) -> None:
         text = Text.random(120)
         outputs = []
-        for statistics in ([], [ATTENTION]):
+        for statistics in ([], [SUM]):
             layer = Layer(text, backend=CpuAttention())
             (out,), _ = layer.step([(Slice(Lane(16, list(range(8))), [0] * 120), text)], statistics)
             outputs.append(out)
@@ -155,10 +157,67 @@ class TestMass:
     def test_is_added_to_what_is_there(self) -> None:
         text = Text.random(50)
         layer = Layer(text, backend=CpuAttention())
-        _, meta = layer.step([(Slice(Lane(16, list(range(4))), [0] * 50), text)], [ATTENTION])
-        once = meta.statistics[ATTENTION].copy()
+        _, meta = layer.step([(Slice(Lane(16, list(range(4))), [0] * 50), text)], [SUM])
+        once = meta.tallies[0].values.copy()
         layer.backend.attend(PLAIN, text.q, text.k, text.v, layer.store.layers[0], meta)
-        assert np.array_equal(meta.statistics[ATTENTION], 2 * once)
+        assert np.array_equal(meta.tallies[0].values, 2 * once)
+
+
+class TestTallies:
+    """Queries that count, and low probabilities, against the plain computation and the oracle."""
+
+    @pytest.mark.parametrize("isa", ISAS)
+    @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+    @pytest.mark.parametrize("first", [0, 57, 130, 171, 199, 200])
+    def test_only_queries_from_the_first_on_count(self, spec: AttentionSpec, first: int, isa: str) -> None:
+        text = Text.random(200, num_heads=6, deaths=DEATHS)
+        arrangement = {"spec": spec, "cuts": [7, 130, 131, 190], "scatter": True, "first": first}
+        out, drawn = run(text, **arrangement, statistic=SumLast(3), backend=CpuAttention(isa=isa))
+        close((out, drawn), dense(text, spec, first))
+        same_out, low = run(text, **arrangement, statistic=CountLow(3), backend=CpuAttention(isa=isa))
+        assert torch.equal(same_out, out)
+        fewest, most = (dense_low(text, spec, first, slack) for slack in (-1e-4, 1e-4))
+        assert ((fewest <= low) & (low <= most)).all()
+        assert low.any() == (first < 200 and spec.window != 1), "who sees one token gives it its share"
+
+    @pytest.mark.parametrize("isa", ISAS)
+    @pytest.mark.parametrize("statistic", [SumLast(3), CountLow(3)])
+    def test_threads_neighbours_and_blocks_change_nothing(self, statistic: AttentionStatistic, isa: str) -> None:
+        text = Text.random(300, num_heads=9, num_kv_heads=3, deaths=DEATHS)
+        spec = AttentionSpec(scale=0.25, window=110)
+        expected = run(text, spec=spec, statistic=statistic, first=150, backend=CpuAttention(1, isa))
+        for threads, neighbours, block_size in ((2, 0, 16), (3, 2, 16), (1, 1, 33)):
+            arrangement = {"spec": spec, "neighbours": neighbours, "block_size": block_size}
+            backend = CpuAttention(threads, isa)
+            assert same(run(text, **arrangement, statistic=statistic, first=150, backend=backend), expected)
+
+    @pytest.mark.parametrize("isa", ISAS)
+    def test_equal_shares_are_not_low(self, isa: str) -> None:
+        text = Text.random(130, num_heads=6)
+        text.q[:] = 0
+        for spec in (PLAIN, AttentionSpec(scale=0.25, window=37)):
+            _, low = run(text, spec=spec, statistic=CountLow(1), cuts=[50, 51, 120], backend=CpuAttention(isa=isa))
+            assert not low.any()
+
+    def test_a_slice_may_want_several(self) -> None:
+        text = Text.random(60)
+        orders = [make_order(*each) for each in ((Sum(), [0]), (SumLast(9), [0], 51), (CountLow(20), [0], 40))]
+        layer = Layer(text, backend=CpuAttention())
+        _, meta = layer.step([(Slice(Lane(16, [3, 1, 7, 0]), [0] * 60), text)], orders)
+        found = [meta.gathered(each)[0, :60] for each in orders]
+        np.testing.assert_allclose(found[0], dense(text, PLAIN)[1], atol=1e-5)
+        np.testing.assert_allclose(found[1], dense(text, PLAIN, 51)[1], atol=1e-5)
+        assert np.array_equal(found[2], dense_low(text, PLAIN, 40))
+
+    def test_a_slice_that_wants_nothing_gets_nothing(self) -> None:
+        text = Text.random(60)
+        lanes = Lane(16, [3, 1, 7, 0]), Lane(16, [2, 4, 5, 6])
+        parts = [(Slice(lane, [0] * 60), text) for lane in lanes]
+        wanted = make_order(Sum(), [1], 20)
+        _, meta = Layer(text, backend=CpuAttention()).step(parts, [wanted])
+        (tally,) = meta.tallies
+        assert not tally.values[0].any()
+        np.testing.assert_allclose(tally.values[1, :60], dense(text, PLAIN, 20)[1], atol=1e-5)
 
 
 def spoiled(text: Text, name: str, position: int, what: float) -> Text:
@@ -247,6 +306,6 @@ class TestExtremes:
             layer = Layer(text, backend=CpuAttention())
             lanes = Lane(16, list(range(6))), Lane(16, list(range(6, 12)))
             parts = [(Slice(lane, [0] * 90), whose) for lane, whose in zip(lanes, (text, neighbour), strict=True)]
-            (out, _), meta = layer.step(parts, [ATTENTION])
-            results.append((out, meta.statistics[ATTENTION][0]))
+            (out, _), meta = layer.step(parts, [SUM])
+            results.append((out, meta.tallies[0].values[0]))
         assert same(*results)

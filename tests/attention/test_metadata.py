@@ -7,10 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.plans import Lane, Slice, make_plan
-from vtoken.attention.metadata import AttentionMetadata
+from tests.plans import Lane, Slice, make_plan, order
+from vtoken.attention.metadata import NOBODY, AttentionMetadata
 from vtoken.attention.registry import BACKENDS
 from vtoken.base.errors import ConfigError
+from vtoken.policies.statistics import CountLow, KeyNorm, Sum, SumLast
+from vtoken.schedule.plan import StatisticOrder
 
 
 def test_rows_are_positions_until_a_token_is_lost() -> None:
@@ -42,10 +44,40 @@ def test_masks_of_several_words(block_size: int) -> None:
 
 
 def test_statistics_have_a_column_for_every_row_that_is_written() -> None:
-    past_only = Slice(Lane(4, [1, 2]), [5, 5, 5])
-    meta = AttentionMetadata.from_plan(make_plan([past_only], statistics=["attention"]))
-    assert meta.statistics["attention"].shape == (1, 8)
-    assert meta.statistics["attention"].dtype == np.float64
+    plan = make_plan([Slice(Lane(4, [1, 2]), [5, 5, 5])], statistics=[Sum()])
+    gathered = AttentionMetadata.from_plan(plan).gathered(plan.statistics[0])
+    assert gathered.shape == (1, 8)
+    assert gathered.dtype == np.float64
+    behind = make_plan([Slice(Lane(4, [1, 2, 3]), [5], rows=[9])], statistics=[Sum()])
+    meta = AttentionMetadata.from_plan(dataclasses.replace(behind, block_tables=behind.block_tables[:, :2]))
+    assert meta.gathered(behind.statistics[0]).shape == (1, 10)
+
+
+class TestTallies:
+    def metadata(self, *statistics: StatisticOrder) -> AttentionMetadata:
+        slices = [Slice(Lane(4, [i]), [5]) for i in range(4)]
+        return AttentionMetadata.from_plan(make_plan(slices, statistics=statistics))
+
+    def test_orders_share_one_as_long_as_they_name_different_slices(self) -> None:
+        meta = self.metadata(order(Sum(), [0, 2]), order(SumLast(7), [1], first=-3))
+        (tally,) = meta.tallies
+        assert tally.first.tolist() == [0, -3, 0, NOBODY]
+        assert not tally.counts_low
+
+    def test_a_slice_that_wants_two_sums_has_two(self) -> None:
+        orders = order(Sum(), [0, 2]), order(SumLast(7), [2, 3], first=[5, 6]), order(SumLast(9), [1], first=8)
+        meta = self.metadata(*orders)
+        assert [tally.first.tolist() for tally in meta.tallies] == [[0, 8, 0, NOBODY], [NOBODY, NOBODY, 5, 6]]
+        for i, tally in enumerate(meta.tallies):
+            tally.values[:] = np.arange(4)[:, None] + 10 * i
+        assert [meta.gathered(each)[:, 0].tolist() for each in orders] == [[0, 2], [12, 13], [1]]
+
+    def test_counts_and_sums_are_apart(self) -> None:
+        meta = self.metadata(order(Sum(), [0]), order(CountLow(7), [1]))
+        assert [tally.counts_low for tally in meta.tallies] == [False, True]
+
+    def test_what_is_read_from_the_cache_needs_none(self) -> None:
+        assert not self.metadata(order(KeyNorm(), [0])).tallies
 
 
 def test_a_plan_that_contradicts_itself_is_our_bug() -> None:

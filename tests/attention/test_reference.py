@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.layer import PLAIN, Layer, Text, dense, run
+from tests.attention.layer import PLAIN, SUM, Layer, Text, dense, dense_low, run
 from tests.plans import Lane, Slice
-from vtoken.attention.metadata import ATTENTION
+from tests.plans import order as make_order
 from vtoken.attention.spec import AttentionSpec
+from vtoken.policies.statistics import CountLow, Sum, SumLast
 
 DEATHS = {40: [0, 3, 17, 39], 100: [1, 2, *range(50, 90)], 180: [4, 99, 100, 150]}
 
@@ -161,12 +162,49 @@ class TestStatistics:
         text = Text.random(30)
         layer = Layer(text, spec=PLAIN)
         lane = Lane(16, [3, 1])
-        _, meta = layer.step([(Slice(lane, [0] * 30), text)], [ATTENTION])
-        once = meta.statistics[ATTENTION].copy()
+        _, meta = layer.step([(Slice(lane, [0] * 30), text)], [SUM])
+        once = meta.tallies[0].values.copy()
         layer.backend.attend(PLAIN, text.q, text.k, text.v, layer.store.layers[0], meta)
-        assert np.array_equal(meta.statistics[ATTENTION], 2 * once)
+        assert np.array_equal(meta.tallies[0].values, 2 * once)
 
     def test_nothing_is_collected_unasked(self) -> None:
         text = Text.random(30)
         _, meta = Layer(text).step([(Slice(Lane(16, [3, 1]), [0] * 30), text)])
-        assert meta.statistics == {}
+        assert not meta.tallies
+
+    @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+    @pytest.mark.parametrize("first", [0, 57, 130, 171, 199, 200])
+    def test_only_queries_from_the_first_on_count(self, spec: AttentionSpec, first: int) -> None:
+        text = Text.random(200, deaths=DEATHS)
+        settings = {"spec": spec, "cuts": [7, 130, 131, 190], "scatter": True, "first": first}
+        _, drawn = run(text, **settings, statistic=SumLast(3))
+        np.testing.assert_allclose(drawn, dense(text, spec, first)[1], atol=1e-4)
+        _, low = run(text, **settings, statistic=CountLow(3))
+        fewest, most = (dense_low(text, spec, first, slack) for slack in (-1e-5, 1e-5))
+        assert ((fewest <= low) & (low <= most)).all()
+        assert low.any() == (first < 200 and spec.window != 1), "who sees one token gives it its share"
+
+    @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+    def test_low_counts_do_not_depend_on_chunks_and_places(self, spec: AttentionSpec) -> None:
+        text = Text.random(200, deaths=DEATHS)
+        _, expected = run(text, spec=spec, statistic=CountLow(3), first=33)
+        _, low = run(
+            text, spec=spec, statistic=CountLow(3), first=33, cuts=range(3, 200, 7), scatter=True, neighbours=2
+        )
+        assert np.array_equal(low, expected)
+
+    def test_equal_shares_are_not_low(self) -> None:
+        """Whatever the number of tokens: a probability of 1 / t is not below 1 / t."""
+        text = Text.random(90)
+        text.q[:] = 0
+        _, low = run(text, statistic=CountLow(1), cuts=[50])
+        assert not low.any()
+
+    def test_a_slice_may_want_several(self) -> None:
+        text = Text.random(60)
+        orders = [make_order(*each) for each in ((Sum(), [0]), (SumLast(9), [0], 51), (CountLow(20), [0], 40))]
+        _, meta = Layer(text).step([(Slice(Lane(16, [3, 1, 7, 0]), [0] * 60), text)], orders)
+        found = [meta.gathered(each)[0, :60] for each in orders]
+        np.testing.assert_allclose(found[0], dense(text, PLAIN)[1], atol=1e-5)
+        np.testing.assert_allclose(found[1], dense(text, PLAIN, 51)[1], atol=1e-5)
+        assert np.array_equal(found[2], dense_low(text, PLAIN, 40))

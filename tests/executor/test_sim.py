@@ -4,6 +4,7 @@ else."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,11 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.driving import expected_output, mix, tokens
-from tests.plans import Lane, Slice, draws, make_plan
+from tests.plans import Lane, Slice, draws, make_plan, order
 from vtoken.base.hashing import mix64
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.executor.sim import SimExecutor
 from vtoken.memory.copy import Copy, CopyKind
+from vtoken.policies.statistics import (
+    AttentionStatistic,
+    CacheStatistic,
+    CountLow,
+    FutureAttention,
+    KeyNorm,
+    KeySimilarity,
+    LagDeviation,
+    Sum,
+    SumLast,
+)
 from vtoken.schedule.plan import StepPlan
 
 WIDE = 2**31 - 1  # so many tokens that two sums do not give the same one by chance
@@ -233,34 +245,130 @@ class TestCopies:
             assert moved.all()
 
 
-class TestStatistics:
-    def attention(self, sim: SimExecutor, lane: Lane) -> np.ndarray:
-        plan = make_plan([Slice(lane, [77], 9, rows=[14])], statistics=["attention"])
-        values = sim.execute(plan).statistics["attention"]
-        assert values.shape == (1, 4 * len(lane.block_table))
-        assert values.dtype == np.float32
-        return values[0]
+def heavy(*keys: int) -> int:
+    return 2**20 // (64 + (mix(*keys) & 0xFFF))
 
-    def test_live_rows_share_one_and_go_where_their_tokens_go(self) -> None:
-        sim = SimExecutor(16, 4, vocab_size=WIDE)
-        lane = a_past(sim, tokens(9, 6))
-        del lane.past[4]
-        lane.block_table.append(5)
-        shares = self.attention(sim, lane)
-        assert shares.sum() == pytest.approx(1)
-        assert set(np.flatnonzero(shares)) == set(lane.past)
-        scattered = Lane(4, [8, 9, 10, 11], {row * 5 % 16: p for row, p in lane.past.items()})
-        sim.cells[scattered.slots(list(scattered.past))] = sim.cells[lane.slots(list(lane.past))]
-        moved = self.attention(sim, scattered)
-        assert [moved[row * 5 % 16] for row in lane.past] == pytest.approx([shares[row] for row in lane.past])
 
-    def test_without_a_past_there_is_none(self) -> None:
-        plan = make_plan([Slice(Lane(4, [0, 1]), tokens(5, 1))], statistics=["attention"])
-        assert not SimExecutor(4, 4).execute(plan).statistics["attention"].any()
+def plain_statistics(sim: SimExecutor, lane: Lane, statistic: AttentionStatistic, first: int) -> dict[int, float]:
+    """What a text that has lost no token draws in all: one query and one cell after the other."""
+    cells = cells_of(sim, lane)
+    drawn = dict.fromkeys(sorted(cells), 0.0)
+    for query in range(first, len(cells)):
+        weights = {p: heavy(cells[p]) + heavy(cells[p], query // 64) for p in range(query + 1)}
+        for p, weight in weights.items():
+            if isinstance(statistic, CountLow):
+                drawn[p] += weight * len(weights) < sum(weights.values())
+            else:
+                drawn[p] += weight * (2**36 // sum(weights.values())) * 2.0**-36
+    return drawn
+
+
+ATTENTION_STATISTICS = [Sum(), SumLast(9), CountLow(9)]
+by_name = pytest.mark.parametrize("statistic", ATTENTION_STATISTICS, ids=lambda statistic: type(statistic).__name__)
+
+
+class TestAttentionStatistics:
+    @by_name
+    @given(cuts=st.sets(st.integers(1, 149), max_size=12), first=st.integers(0, 150), places=st.permutations(range(40)))
+    def test_are_those_of_the_plain_model_whatever_the_chunks_and_places(
+        self, statistic: AttentionStatistic, cuts: set[int], first: int, places: list[int]
+    ) -> None:
+        sim, lane, text = SimExecutor(40, 4), Lane(4, places[:38]), tokens(150, 1)
+        drawn = dict.fromkeys(range(150), 0.0)
+        for begin, end in pairwise([0, *sorted(cuts), 150]):
+            part = Slice(lane, text[begin:end])
+            wanted = order(statistic, [0], first)
+            (values,) = sim.execute(make_plan([part], statistics=[wanted])).statistics[statistic.name]
+            part.commit()
+            for row, position in lane.past.items():
+                drawn[position] += values[row]
+        assert drawn == plain_statistics(sim, lane, statistic, first)
+
+    @by_name
+    def test_a_batch_is_its_slices_one_by_one_and_nobody_else_is_in_it(self, statistic: AttentionStatistic) -> None:
+        def lanes() -> list[Slice]:
+            pasts = [{}, {0: 0, 3: 2}, {1: 3, 2: 0, 5: 1}, {}, {4: 1}]
+            return [
+                Slice(Lane(4, [4 * i, 4 * i + 1, 4 * i + 2], past), tokens(n, i), rows=range(6, 6 + n))
+                for i, (past, n) in enumerate(zip(pasts, (1, 1, 2, 5, 1), strict=True))
+            ]
+
+        def fresh() -> SimExecutor:
+            sim = SimExecutor(20, 4)
+            sim.poison(np.arange(20, dtype=np.int32), 0)
+            return sim
+
+        some = [0, 1, 2, 4]
+        plan = make_plan(lanes(), statistics=[order(statistic, some, [0, 0, 5, 1])])
+        found = fresh().execute(plan).statistics[statistic.name]
+        assert found.shape == (4, 12)
+        assert found.dtype == np.float64
+        for line, (s, first) in enumerate(zip(some, [0, 0, 5, 1], strict=True)):
+            part = lanes()[s]
+            alone = fresh().execute(make_plan([part], statistics=[order(statistic, [0], first)])).statistics
+            assert np.array_equal(found[line], alone[statistic.name][0])
+            part.commit()
+            assert set(np.flatnonzero(found[line])) <= set(part.lane.past)
+        assert found[0].any() == (statistic != CountLow(9)), "a lone token draws everything"
+
+    def test_shares_of_a_query_add_up_to_one_and_few_tokens_have_most_of_it(self) -> None:
+        sim, lane = SimExecutor(128, 4), Lane(4, list(range(101)))
+        run(sim, Slice(lane, tokens(400, 2)))
+        (shares,) = sim.execute(make_plan([Slice(lane, [7])], statistics=[Sum()])).statistics["Sum()"]
+        assert shares.sum() == pytest.approx(1, abs=1e-4)
+        assert np.sort(shares)[-40:].sum() > 0.3
 
     def test_what_is_not_asked_for_is_not_returned(self) -> None:
         plan = make_plan([Slice(Lane(4, [0, 1]), tokens(5, 1))])
         assert SimExecutor(4, 4).execute(plan).statistics == {}
+
+
+class TestCacheStatistics:
+    def values(self, sim: SimExecutor, lane: Lane, statistic: CacheStatistic, **wish: object) -> dict[int, float]:
+        """By position, with one more token at position 9; nothing else has a value."""
+        part = Slice(lane, [77], 9, rows=[14])
+        (values,) = sim.execute(make_plan([part], statistics=[order(statistic, [0], **wish)])).statistics.values()
+        assert values.shape == (1, 16)
+        positions = {**lane.past, 14: 9}
+        found = {positions[row]: float(values[0, row]) for row in np.flatnonzero(~np.isnan(values[0])).tolist()}
+        assert all(0 <= value < 1 for value in found.values())
+        return found
+
+    def lane(self) -> tuple[SimExecutor, Lane]:
+        sim = SimExecutor(16, 4, vocab_size=WIDE)
+        lane = a_past(sim, tokens(9, 6))
+        lane.block_table.append(5)
+        return sim, lane
+
+    def test_follow_their_tokens_and_do_not_depend_on_the_others(self) -> None:
+        sim, lane = self.lane()
+        found = self.values(sim, lane, KeySimilarity())
+        assert len(set(found.values())) == 10
+        scattered = Lane(4, [8, 9, 10, 11], {row * 3 % 16: p for row, p in lane.past.items() if p != 4})
+        sim.cells[scattered.slots(list(scattered.past))] = sim.cells[lane.slots([p for p in range(9) if p != 4])]
+        moved = self.values(sim, scattered, KeySimilarity())
+        # The new token's own cell depends on what it can read, as its key would.
+        assert {p: v for p, v in moved.items() if p < 9} == {p: v for p, v in found.items() if p not in (4, 9)}
+
+    def test_each_statistic_has_numbers_of_its_own(self) -> None:
+        sim, lane = self.lane()
+        found = [
+            self.values(sim, lane, each)
+            for each in (KeySimilarity(), KeyNorm(), LagDeviation(4, 1), LagDeviation(5, 1))
+        ]
+        assert len({each[3] for each in found}) == 4
+
+    def test_known_ones_are_left_out(self) -> None:
+        sim, lane = self.lane()
+        assert list(self.values(sim, lane, KeyNorm(), first=7)) == [7, 8, 9]
+        assert len(self.values(sim, lane, KeySimilarity(), first=7)) == 10
+        lane.past = {row: 8 - row for row in lane.past}  # rows in another order
+        assert sorted(self.values(sim, lane, KeyNorm(), first=7)) == [7, 8, 9]
+
+    def test_those_that_are_not_due_have_none(self) -> None:
+        sim, lane = self.lane()
+        assert len(self.values(sim, lane, FutureAttention(), due=[True])) == 10
+        assert not self.values(sim, lane, FutureAttention(), due=[False])
 
 
 def test_poison_changes_the_named_blocks_only_and_each_step_anew() -> None:

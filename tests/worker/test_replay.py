@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.engine.recorded import Demand, record, scattered
 from tests.plans import Lane, Slice, make_plan
 from tests.tiny_models import save_llama, save_mistral
-from vtoken.attention.metadata import ATTENTION
 from vtoken.attention.rotation import Rotation
 from vtoken.executor.local import LocalExecutor
 from vtoken.kernels import fused
@@ -25,6 +24,7 @@ from vtoken.models.kernels import COMPILED
 from vtoken.models.loader import load_model
 from vtoken.models.prepare import prepare_linears
 from vtoken.planner.kv_memory import KVShape
+from vtoken.policies.statistics import CountLow, FutureAttention, KeyNorm, KeySimilarity, Statistic, Sum, SumLast
 from vtoken.worker import replay
 
 BLOCK_SIZE = 4
@@ -77,31 +77,54 @@ class Steps:
         )
         self.lane = Lane(BLOCK_SIZE, [13, 2, 19, 0, 7, 4, 11, 3, 16, 5])
 
-    def run(self, num_steps: int, statistics_from: int = 0) -> Iterator[tuple[int, np.ndarray | None, int]]:
+    def run(
+        self, num_steps: int, statistics_from: int = 0, wanted: Sequence[Statistic] = (Sum(),)
+    ) -> Iterator[tuple[int, np.ndarray | None, int]]:
+        """(token drawn, all statistics side by side, slots read so far) of each step."""
         token = 3
         for i in range(num_steps):
             part = Slice(self.lane, [token])
-            plan = make_plan([part], statistics=[ATTENTION] if i >= statistics_from else [])
+            plan = make_plan([part], statistics=wanted if i >= statistics_from else [])
             result = self.executor.execute(plan)
             part.commit()
             token = int(result.tokens[0])
-            drawn = result.statistics.get(ATTENTION)
-            yield token, None if drawn is None else np.asarray(drawn), self.executor.backend.slots_read
+            found = [result.statistics[order.statistic.name] for order in plan.statistics]
+            yield token, np.concatenate(found) if found else None, self.executor.backend.slots_read
 
 
-def test_statistics_and_slots_read_are_those_of_a_plain_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        [Sum()],
+        [Sum(), CountLow(4), SumLast(5), SumLast(6), KeyNorm()],
+        [FutureAttention(horizon=9, window=4), KeySimilarity()],
+    ],
+    ids=["sum", "several", "queries"],
+)
+def test_statistics_and_slots_read_are_those_of_a_plain_run(
+    folder: Path, wanted: Sequence[Statistic], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Proven in the second step, which asks for none; statistics come from the fourth on."""
-    replayed = list(Steps(folder).run(12, statistics_from=3))
+    replayed = list(Steps(folder).run(12, 3, wanted))
     monkeypatch.setattr(replay, "MOST_TOKENS", 0)
-    plain = list(Steps(folder).run(12, statistics_from=3))
+    plain = list(Steps(folder).run(12, 3, wanted))
     for (token, drawn, slots), (plain_token, plain_drawn, plain_slots) in zip(replayed, plain, strict=True):
         assert token == plain_token
         assert (drawn is None) == (plain_drawn is None)
-        assert drawn is None or np.array_equal(drawn, plain_drawn)
+        assert drawn is None or np.array_equal(drawn, plain_drawn, equal_nan=True)
         # The proving step attends twice.
         assert slots >= plain_slots
     increments = np.diff([slots for _, _, slots in replayed])[2:]
     assert np.array_equal(increments, np.diff([slots for _, _, slots in plain])[2:])
+
+
+def test_steps_that_remember_queries_are_not_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(folder)
+    list(steps.run(3, statistics_from=99))
+    monkeypatch.setattr(replay._Recorded, "run", None)
+    list(steps.run(2, wanted=[FutureAttention(window=4)]))
+    with pytest.raises(TypeError):
+        list(steps.run(1))
 
 
 def test_steps_with_statistics_are_not_run_twice(folder: Path) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.plans import Lane, Slice, draws, make_plan
+from tests.plans import Lane, Slice, draws, make_plan, order
+from tests.tiny_models import save_mistral
 from tests.worker.fake_model import FakeModel
-from vtoken.attention.metadata import ATTENTION
 from vtoken.base.errors import ConfigError
 from vtoken.base.kv_format import KV_FORMATS
 from vtoken.executor.base import Executor
 from vtoken.executor.local import LocalExecutor
 from vtoken.memory.copy import Copy, CopyKind
+from vtoken.models.loader import load_model
 from vtoken.planner.kv_memory import KVShape
+from vtoken.policies.statistics import CountLow, FutureAttention, KeyNorm, Statistic, Sum
 from vtoken.schedule.plan import StepPlan, StepResult
 
 BLOCK_SIZE = 4
@@ -200,7 +204,7 @@ def test_statistics_are_sums_over_layers_by_row(executor: LocalExecutor, model: 
     del lane.past[2], lane.past[4]
     parts = [Slice(Lane(BLOCK_SIZE, [i, i + 1]), [7] * 7) for i in (0, 2)]
     parts.append(Slice(lane, [2, 6], first_position=6, rows=[2, 6]))
-    drawn = executor.execute(make_plan(parts, statistics=[ATTENTION])).statistics[ATTENTION]
+    drawn = executor.execute(make_plan(parts, statistics=[Sum()])).statistics[Sum().name]
     assert drawn.shape == (3, 8)
     heads_and_layers = model.spec.num_heads * model.spec.num_layers
     np.testing.assert_allclose(drawn.sum(axis=1), np.array([7, 7, 2]) * heads_and_layers, atol=1e-5)
@@ -208,9 +212,93 @@ def test_statistics_are_sums_over_layers_by_row(executor: LocalExecutor, model: 
     assert np.array_equal(drawn[0], drawn[1])
 
 
+def test_statistics_of_some_slices_only(executor: LocalExecutor) -> None:
+    lanes = [Lane(BLOCK_SIZE, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)]
+    parts = [Slice(lane, [4, 9, 1, 6, i, i, 2]) for i, lane in enumerate(lanes)]
+    everything = executor.execute(make_plan(parts, statistics=[Sum(), CountLow(3), KeyNorm()])).statistics
+    orders = [order(Sum(), [2]), order(CountLow(3), [0, 2]), order(KeyNorm(), [1], first=5)]
+    some = executor.execute(make_plan(parts, statistics=orders)).statistics
+    assert np.array_equal(some["Sum()"], everything["Sum()"][[2]])
+    assert np.array_equal(some["CountLow(window=3)"], everything["CountLow(window=3)"][[0, 2]])
+    expected = everything["KeyNorm()"][[1]]
+    expected[:, :5] = np.nan
+    assert np.array_equal(some["KeyNorm()"], expected, equal_nan=True)
+
+
+def test_what_is_read_from_the_cache_is_what_the_step_left_in_it(executor: LocalExecutor, model: FakeModel) -> None:
+    lane = Lane(BLOCK_SIZE, [20, 21])
+    first = Slice(lane, [3, 1, 4, 1, 5, 9])
+    executor.execute(make_plan([first]))
+    first.commit()
+    del lane.past[2], lane.past[4]
+    part = Slice(lane, [2, 6], first_position=6, rows=[2, 6])
+    found = executor.execute(make_plan([part], statistics=[KeyNorm()])).statistics["KeyNorm()"]
+    part.commit()
+    slots = torch.from_numpy(lane.slots(range(8)))
+    keys = torch.stack([layer.keys.read(slots // BLOCK_SIZE, slots % BLOCK_SIZE) for layer in executor.store.layers])
+    norms = keys.double().norm(dim=-1).mean(dim=(0, 2))
+    assert np.isnan(found[0]).tolist() == [row not in lane.past for row in range(8)]
+    np.testing.assert_allclose(found[0, list(lane.past)], norms[list(lane.past)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mistral(tmp_path_factory.mktemp("model"), sliding_window=16, max_position_embeddings=64)
+
+
+class TestFutureAttention:
+    """Through the whole worker, on a model that turns its queries."""
+
+    WANTED = FutureAttention(horizon=30, window=10)
+
+    def run(
+        self, folder: Path, cuts: Sequence[int], *, backend: str = "reference", neighbour: bool = False
+    ) -> np.ndarray:
+        """By position, after 41 tokens of which some have died, computed in chunks that end at `cuts`."""
+        model = load_model(folder)
+        shape = KVShape(model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim, "float32")
+        executor = LocalExecutor(model, num_blocks=40, block_size=4, attention_backend=backend, kv_shape=shape)
+        blocks = np.random.default_rng(len(cuts)).permutation(np.arange(4, 40))[:11].tolist()
+        lane, other = Lane(4, blocks), Lane(4, [1, 2, 3])
+        text = [7 * i % 250 for i in range(41)]
+        for begin, end in pairwise([0, *cuts, 41]):
+            parts = [Slice(lane, text[begin:end])]
+            if neighbour and other.next_position < 8:
+                parts.insert(0, Slice(other, [5, 6]))
+            mine = len(parts) - 1
+            wanted = order(self.WANTED, range(len(parts)), owners=[9 if i == mine else 5 for i in range(len(parts))])
+            plan = replace(make_plan(parts, statistics=[wanted]), lanes=np.arange(len(parts), dtype=np.int32)[::-1])
+            result = executor.execute(plan)
+            for part in parts:
+                part.commit()
+            if end == 20:
+                for position in (2, 3, 11):
+                    del lane.past[position]
+        return result.statistics[self.WANTED.name][mine, :41]
+
+    def test_chunks_and_neighbours_change_nothing(self, folder: Path) -> None:
+        expected = self.run(folder, [20])
+        assert np.isnan(expected[[2, 3, 11]]).all()
+        assert np.isfinite(np.delete(expected, [2, 3, 11])).all()
+        for cuts in ([7, 20, 33, 40], [20, *range(30, 41)], range(1, 41)):
+            assert np.array_equal(self.run(folder, cuts), expected, equal_nan=True)
+        assert np.array_equal(self.run(folder, [20, 35], neighbour=True)[:41], expected, equal_nan=True)
+
+    def test_the_compiled_backend_gives_the_same(self, folder: Path) -> None:
+        expected = self.run(folder, [20])
+        np.testing.assert_allclose(self.run(folder, [20, 38, 39, 40], backend="cpu"), expected, rtol=1e-3, atol=1e-6)
+
+    def test_beyond_the_last_position_of_the_model_nothing_turns(self, folder: Path) -> None:
+        model = load_model(folder)
+        shape = KVShape(model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim, "float32")
+        executor = LocalExecutor(model, num_blocks=20, block_size=4, kv_shape=shape)
+        plan = make_plan([Slice(Lane(4, list(range(16))), [5] * 64)], statistics=[self.WANTED])
+        assert np.isfinite(executor.execute(plan).statistics[self.WANTED.name]).all()
+
+
 def test_a_statistic_the_backend_cannot_give_is_our_bug(executor: LocalExecutor) -> None:
-    plan = make_plan([Slice(Lane(BLOCK_SIZE, [1]), [1])], statistics=["key_norm"])
-    with pytest.raises(AssertionError, match="key_norm"):
+    plan = make_plan([Slice(Lane(BLOCK_SIZE, [1]), [1])], statistics=[Statistic()])
+    with pytest.raises(AssertionError, match="cannot give"):
         executor.execute(plan)
 
 

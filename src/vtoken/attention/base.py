@@ -12,6 +12,7 @@ from vtoken.attention.cache import LayerCache
 from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.rotation import Rotation
 from vtoken.attention.spec import AttentionSpec
+from vtoken.policies.statistics import Statistic
 
 
 class AttentionBackend(ABC):
@@ -22,8 +23,8 @@ class AttentionBackend(ABC):
     holds them (rounded to its format), because the masks describe the past only.
     """
 
-    statistics: ClassVar[frozenset[str]]
-    """Names of the per-row statistics that `attend` can collect into `meta.statistics`."""
+    statistics: ClassVar[frozenset[type[Statistic]]]
+    """Which a plan may order: what `attend` can add to `meta.tallies`, and what can be read from its cache."""
     compiled: ClassVar[bool]
     """Whether it runs on the compiled kernels; the rest of the worker then does too."""
     needs_row_positions: ClassVar[bool]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from vtoken.base.kv_format import KVFormat
@@ -45,8 +46,20 @@ class CachePlane:
 
     def read(self, blocks: Tensor, offsets: Tensor) -> Tensor:
         """Decode what lies at these places, and not one slot more: float32 [P, num_kv_heads, head_dim]."""
-        scales = None if self.scales is None else self.scales[blocks, :, offsets]
-        return decode(self.form, self.cells[blocks, :, offsets], scales)
+        return self.read_cells(self.cells_of(blocks, offsets))
+
+    def cells_of(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """[P, num_kv_heads] numbers of cells, the same in every plane of this shape, whatever the layer."""
+        _, num_kv_heads, block_size, _ = self.cells.shape
+        heads = torch.arange(num_kv_heads)
+        return (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
+
+    def read_cells(self, numbers: Tensor) -> Tensor:
+        """Decode single cells: numbers [...] as of `cells_of`, in any order -> float32 [..., head_dim]."""
+        flat, head_dim = numbers.flatten(), self.cells.shape[3]
+        scales = None if self.scales is None else self.scales.view(-1).index_select(0, flat)
+        found = decode(self.form, self.cells.view(-1, head_dim).index_select(0, flat), scales)
+        return found.view(*numbers.shape, head_dim)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import ClassVar
 
 import numpy as np
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from vtoken.attention.base import AttentionBackend
 from vtoken.attention.cache import LayerCache
-from vtoken.attention.metadata import ATTENTION, AttentionMetadata
+from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.rotation import Rotation
+from vtoken.attention.scan import CACHE_STATISTICS
 from vtoken.attention.spec import AttentionSpec
 from vtoken.kernels import fused
-from vtoken.kernels.attend import AttendArgs, attend
+from vtoken.kernels.attend import AttendArgs, TallyArgs, attend
+from vtoken.policies.statistics import CountLow, Statistic, Sum, SumLast
 
 
 class CpuAttention(AttentionBackend):
@@ -27,7 +30,7 @@ class CpuAttention(AttentionBackend):
     `num_threads` None = those of torch at each call. `isa` is one of `kernels.compiler.ISA_FLAGS`, for tests.
     """
 
-    statistics: ClassVar[frozenset[str]] = frozenset({ATTENTION})
+    statistics: ClassVar[frozenset[type[Statistic]]] = CACHE_STATISTICS | {Sum, SumLast, CountLow}
     compiled: ClassVar[bool] = True
     needs_row_positions: ClassVar[bool] = False
 
@@ -112,20 +115,35 @@ class _Step:
         }
         if meta.row_positions is not None:
             arrays["row_positions"] = _array(meta.row_positions, np.int32)
-        mass = meta.statistics.get(ATTENTION)
-        if mass is not None:
-            assert mass.dtype == np.float64
-            assert mass.flags.c_contiguous
-            arrays["mass"] = mass
+        self._tallies = (TallyArgs * len(meta.tallies))(
+            *(
+                TallyArgs(
+                    _address(tally.values, np.float64, (num_slices, tally.values.shape[1])),
+                    tally.values.shape[1],
+                    _address(tally.first, np.int64, (num_slices,)),
+                    tally.counts_low,
+                )
+                for tally in meta.tallies
+            )
+        )
         self._alive = arrays  # the kernels read their memory
         self.args = AttendArgs(
             num_slices=num_slices,
             num_entries=num_entries,
             block_size=meta.block_size,
-            mass_stride=0 if mass is None else mass.shape[1],
+            tallies=ctypes.addressof(self._tallies),
+            num_tallies=len(self._tallies),
             num_threads=num_threads,
             **{name: array.ctypes.data for name, array in arrays.items()},
         )
+
+
+def _address(array: NDArray[np.generic], dtype: type[np.generic], shape: tuple[int, ...]) -> int:
+    """Of an array that the kernels take as it is."""
+    assert array.dtype == dtype
+    assert array.shape == shape
+    assert array.flags.c_contiguous
+    return array.ctypes.data
 
 
 def _array(values: NDArray[np.generic], dtype: type[np.generic]) -> NDArray[np.generic]:

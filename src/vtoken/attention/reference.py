@@ -15,8 +15,7 @@ What is left (maxima, comparisons, single additions and multiplications) is exac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -26,15 +25,14 @@ from torch import Tensor
 
 from vtoken.attention.base import AttentionBackend
 from vtoken.attention.cache import CachePlane, LayerCache
-from vtoken.attention.metadata import ATTENTION, AttentionMetadata, Past
+from vtoken.attention.metadata import MASS_UNIT, AttentionMetadata, Past, Tally
+from vtoken.attention.scan import CACHE_STATISTICS
 from vtoken.attention.spec import AttentionSpec
+from vtoken.attention.threads import one_thread
+from vtoken.policies.statistics import CountLow, Statistic, Sum, SumLast
 
 QUERY_TILE = 16
 KEY_TILE = 128
-
-# Probabilities are summed as multiples of 2**-28. Below 2**25, which is 32,768 queries times 1,024 heads and layers all
-# looking at one token, float64 sums of such numbers are exact, so their order cannot matter.
-MASS_UNIT = 2.0**-28
 
 _NOWHERE = np.iinfo(np.int64).max  # position of a padding key: after every query, so never visible
 
@@ -42,7 +40,7 @@ _NOWHERE = np.iinfo(np.int64).max  # position of a padding key: after every quer
 class ReferenceAttention(AttentionBackend):
     """Attention in float32 over gathered tokens. Any head count, head width, block size and KV format; CPU."""
 
-    statistics: ClassVar[frozenset[str]] = frozenset({ATTENTION})
+    statistics: ClassVar[frozenset[type[Statistic]]] = CACHE_STATISTICS | {Sum, SumLast, CountLow}
     compiled: ClassVar[bool] = False
     needs_row_positions: ClassVar[bool] = True
 
@@ -56,8 +54,7 @@ class ReferenceAttention(AttentionBackend):
         meta: AttentionMetadata,
     ) -> Tensor:
         out = torch.empty_like(q)
-        mass = meta.statistics.get(ATTENTION)
-        with _one_thread():
+        with one_thread():
             for s, past in enumerate(meta.pasts):
                 own = slice(meta.starts[s], meta.starts[s + 1])
                 keys = _tiles(_gather(cache.keys, past), k_new[own])
@@ -73,26 +70,36 @@ class ReferenceAttention(AttentionBackend):
                     query_positions=meta.positions[own],
                     key_positions=key_positions,
                     out=out[own],
-                    mass=None if mass is None else (mass[s], rows),
+                    tallies=[_SliceTally(tally, s, rows) for tally in meta.tallies],
                 )
         return out
+
+
+class _SliceTally:
+    """A tally as the tiles of one slice add to it."""
+
+    def __init__(self, tally: Tally, s: int, rows: NDArray[np.int64]) -> None:
+        self.first = int(tally.first[s])  # position of the first query that counts
+        self._counts_low = tally.counts_low
+        self._values = tally.values[s]
+        self._rows = rows  # [K] of the slice's keys, in their order
+
+    def add(self, weights: Tensor, visible: Tensor) -> None:
+        """Probabilities [num_tiles, num_heads, Q, KEY_TILE] of the queries that count, and which keys each of them sees
+        [Q, num_tiles * KEY_TILE]."""
+        if self._counts_low:
+            seen = visible.view(len(visible), -1, KEY_TILE).transpose(0, 1)[:, None]  # [num_tiles, 1, Q, KEY_TILE]
+            share = 1.0 / visible.sum(dim=1).double()[:, None]
+            drawn = ((weights < share) & seen).sum(dim=(1, 2)).double()
+        else:
+            drawn = (weights / MASS_UNIT).round_().sum(dim=(1, 2)) * MASS_UNIT
+        self._values[self._rows] += drawn.flatten()[: len(self._rows)].numpy()
 
 
 def _gather(plane: CachePlane, past: Past) -> Tensor:
     """float32 [P, num_kv_heads, head_dim]: the live past, and not one slot more."""
     block_size = plane.cells.shape[2]
     return plane.read(past.slots // block_size, past.slots % block_size)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tiles are too small to share: a second thread gains nothing, and waiting for it on a busy machine costs much."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _tiles(past: Tensor, own: Tensor) -> Tensor:
@@ -123,7 +130,7 @@ def _attend_slice(
     query_positions: NDArray[np.int64],  # [T] consecutive
     key_positions: Tensor,  # [num_tiles * KEY_TILE]
     out: Tensor,  # [T, num_heads, head_dim]
-    mass: tuple[NDArray[np.float64], NDArray[np.int64]] | None,  # statistics by row, and the row of each key
+    tallies: Sequence[_SliceTally],
 ) -> None:
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -142,14 +149,14 @@ def _attend_slice(
         visible = key_positions <= positions  # [QUERY_TILE, num_tiles * KEY_TILE]
         if spec.window is not None:
             visible &= key_positions > positions - spec.window
-        result, weights = _attend_tile(spec, tile.flatten(1, 2), keys, values, visible, want_weights=mass is not None)
+        wanting = [tally for tally in tallies if tally.first < end]
+        result, weights = _attend_tile(spec, tile.flatten(1, 2), keys, values, visible, want_weights=bool(wanting))
         result = result.view(num_kv_heads, group, QUERY_TILE, head_dim)[:, :, in_tile]
         out[in_slice] = result.permute(2, 0, 1, 3).flatten(1, 2)
-        if mass is not None:
-            sums, rows = mass
-            drawn = weights.view(-1, num_kv_heads * group, QUERY_TILE, KEY_TILE)[:, :, in_tile]
-            drawn = drawn.div_(MASS_UNIT).round_().sum(dim=(1, 2)).flatten()[: len(rows)] * MASS_UNIT
-            sums[rows] += drawn.numpy()
+        by_query = weights.view(-1, num_heads, QUERY_TILE, KEY_TILE) if wanting else weights
+        for tally in wanting:
+            counted = slice(max(begin, tally.first) - tile_start, in_tile.stop)
+            tally.add(by_query[:, :, counted], visible[counted])
 
 
 def _attend_tile(

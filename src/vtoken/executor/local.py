@@ -67,6 +67,7 @@ class LocalExecutor:
             tokens=output.tokens,
             errors=output.errors,
             statistics=output.statistics,
+            logprobs=output.logprobs,
             ended=ended,
             failed=failed,
         )

@@ -14,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.base.hashing import mix64
+from vtoken.base.hashing import mix64, uniform
+from vtoken.executor.sim_statistics import sim_statistics
 from vtoken.memory import bits
 from vtoken.memory.copy import Copy, CopyKind
 from vtoken.schedule.plan import StepPlan, StepResult
@@ -28,8 +29,7 @@ _K_INVERSE = np.uint64(pow(int(_K), -1, 2**64))
 class SimExecutor:
     """Executes plans on numbers instead of tensors, thousands of steps a second.
 
-    `statistics` may name "attention": each row's share of a pseudo attention that depends on token and query only.
-    Beside-copies end `beside_delay` steps after they were ordered.
+    It gives every statistic (see `sim_statistics`). Beside-copies end `beside_delay` steps after they were ordered.
     """
 
     def __init__(
@@ -50,8 +50,11 @@ class SimExecutor:
         batch = plan.sampling
         streams = np.where(batch.is_greedy, np.uint64(0), mix64(batch.seeds, batch.choices, batch.indices))
         tokens = (mix64(after[batch.slices], streams) % np.uint64(self.vocab_size)).astype(np.int32)
-        statistics = {name: _attention(visible, after) for name in plan.statistics}
-        return StepResult(plan.step, tokens, statistics=statistics, ended=ended)
+        own = self.cells[plan.write_slots]
+        # A cell says what its token could read, so the score of what comes after it depends on that, and nothing else.
+        logprobs = -uniform(own[plan.scoring.after], plan.scoring.targets)
+        statistics = sim_statistics(plan, visible, own)
+        return StepResult(plan.step, tokens, statistics=statistics, logprobs=logprobs, ended=ended)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -119,10 +122,3 @@ class SimExecutor:
                 table[0] = 1
             self._powers = np.cumprod(exponents[0], dtype=np.uint64), np.cumprod(exponents[1], dtype=np.uint64)
         return self._powers
-
-
-def _attention(visible: NDArray[np.uint64], after: NDArray[np.uint64]) -> NDArray[np.float32]:
-    weights = (mix64(visible, after[:, None]) >> np.uint64(40)).astype(np.float32)
-    weights[visible == 0] = 0
-    weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1)
-    return weights

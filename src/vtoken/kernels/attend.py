@@ -13,6 +13,17 @@ from vtoken.kernels.library import library
 from vtoken.kernels.tape import launch
 
 
+class TallyArgs(ctypes.Structure):
+    """`Tally` of `csrc/attention.h`."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("stride", c_int64),
+        ("first", c_void_p),
+        ("counts_low", c_int32),
+    )
+
+
 class AttendArgs(ctypes.Structure):
     """`AttendArgs` of `csrc/attention.h`, field by field; what each means is said there.
 
@@ -28,9 +39,8 @@ class AttendArgs(ctypes.Structure):
         ("soft_cap", c_float),
         ("window", c_int32),
         *((name, c_void_p) for name in ("starts", "positions", "tables", "masks", "past_live")),
-        *((name, c_void_p) for name in ("row_positions", "write_rows", "mass")),
-        ("mass_stride", c_int64),
-        *((name, c_int32) for name in ("num_slices", "num_entries", "block_size", "num_threads")),
+        *((name, c_void_p) for name in ("row_positions", "write_rows", "tallies")),
+        *((name, c_int32) for name in ("num_tallies", "num_slices", "num_entries", "block_size", "num_threads")),
         ("slots_read", c_int64),
     )
 
@@ -50,7 +60,7 @@ def _entry(isa: str) -> Any:
 
 
 def attend(args: AttendArgs, *alive: Tensor, isa: str = "native") -> None:
-    """Fill `args.out`, add to `args.mass` where that is set, and set `args.slots_read`; see `launch` for `alive`.
+    """Fill `args.out`, add to `args.tallies`, and set `args.slots_read`; see `launch` for `alive`.
 
     Raises KernelsUnavailable on a machine that cannot have them, MemoryError when scratch memory cannot be had.
     """

@@ -86,7 +86,7 @@ class Replays:
             return self._record(key, _Recorded(x, rotation, slots), attend)
         if found.is_proven:
             return self._replay(found, x, rotation, slots, meta)
-        if meta.statistics:  # running twice would count them twice
+        if meta.tallies:  # running twice would count twice
             return self._model.decode(x, rotation, attend)
         expected = self._model.decode(x.clone(), rotation, attend)
         found.is_proven = torch.equal(self._replay(found, x, rotation, slots, meta), expected)

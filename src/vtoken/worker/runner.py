@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,21 +11,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtoken.attention.base import AttentionBackend
+from vtoken.attention.cache_statistics import FutureQueries
 from vtoken.attention.cpu import CpuAttention
 from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.rotation import Rotation
+from vtoken.attention.scan import CacheScan
 from vtoken.models.base import CausalLM
+from vtoken.policies.statistics import AttentionStatistic, FutureAttention
 from vtoken.schedule.plan import StepPlan
 from vtoken.worker.kv_store import KVStore
+from vtoken.worker.queries import QueryMemory
 from vtoken.worker.replay import Replays
 from vtoken.worker.sampler import sample
+from vtoken.worker.scoring import score
 
 
 @dataclass(frozen=True, eq=False)
 class RunnerOutput:
     tokens: NDArray[np.int32]  # [N] one a draw; -1 where it failed
     errors: dict[int, str]  # draw -> reason
-    statistics: dict[str, NDArray[np.float64]]  # name -> [S, rows]
+    statistics: dict[str, NDArray[np.float64]]  # see `StepResult`
+    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # see `StepResult`
 
 
 class ModelRunner:
@@ -35,26 +42,31 @@ class ModelRunner:
         self._store = store
         self._backend = backend
         self._replays = Replays(model, backend) if isinstance(backend, CpuAttention) else None
+        self._queries = QueryMemory(model.spec)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> RunnerOutput:
         """Compute the plan's tokens, leave their KV in the store and draw what is to be drawn."""
-        unknown = set(plan.statistics) - self._backend.statistics
+        unknown = {type(order.statistic) for order in plan.statistics} - self._backend.statistics
         assert not unknown, f"statistics {unknown} were planned for a backend that cannot give them"
-        meta = AttentionMetadata.from_plan(plan)
         if not plan.num_slices:
             assert not len(plan.sampling), "a draw needs a slice"
-            return RunnerOutput(np.zeros(0, np.int32), {}, meta.statistics)
+            return RunnerOutput(np.zeros(0, np.int32), {}, {})
+        meta = AttentionMetadata.from_plan(plan)
         hidden = self._forward(plan, meta)
         tokens, errors = sample(self._logits(plan, hidden), plan.sampling, compiled=self._backend.compiled)
-        return RunnerOutput(tokens, errors, meta.statistics)
+        logprobs = score(self._model.logits, hidden, plan.scoring)
+        return RunnerOutput(tokens, errors, self._statistics(plan, meta), logprobs)
 
     def _forward(self, plan: StepPlan, meta: AttentionMetadata) -> Tensor:
         """[T, hidden_size]"""
         specs = self._model.spec.layers
         slots = torch.from_numpy(plan.write_slots.astype(np.int64))
+        queries = self._queries.begin(plan)
 
         def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
+            if queries is not None:
+                queries.take(layer, qkv)
             # Written for all slices before any attends: one may have matched blocks that another fills in this plan.
             cache = self._store.layers[layer]
             q, k, v = self._backend.write(qkv, rotation, cache, slots)
@@ -63,9 +75,37 @@ class ModelRunner:
 
         token_ids, positions = torch.from_numpy(plan.token_ids.astype(np.int64)), torch.from_numpy(meta.positions)
         x, rotation = self._model.embed(token_ids, positions), self._model.rotation(positions)
+        if queries is not None:  # no tape can take them
+            hidden = self._model.decode(x, rotation, attend)
+            queries.commit()
+            return hidden
         if self._replays is not None:
             return self._replays.decode(x, rotation, slots, meta, attend)
         return self._model.decode(x, rotation, attend)
+
+    def _statistics(self, plan: StepPlan, meta: AttentionMetadata) -> dict[str, NDArray[np.float64]]:
+        """What was gathered while queries attended, and what the cache says now."""
+        if not plan.statistics:
+            return {}
+
+        def future(statistic: FutureAttention, s: int) -> FutureQueries:
+            lane, next_position = int(plan.lanes[s]), int(plan.positions[plan.starts[s + 1] - 1]) + 1
+            last = partial(self._queries.last, lane, statistic)
+            return FutureQueries(last, self._turns_from(next_position, statistic.horizon), next_position)
+
+        scan = CacheScan(self._store.layers, self._model.spec.layers, meta, plan.write_slots.astype(np.int64), future)
+        return {
+            order.statistic.name: meta.gathered(order)
+            if isinstance(order.statistic, AttentionStatistic)
+            else scan.read(order)
+            for order in plan.statistics
+        }
+
+    def _turns_from(self, position: int, horizon: int) -> Rotation | None:
+        """How the next positions turn queries, as far as the model has positions."""
+        limit = self._model.spec.max_position_embeddings
+        begin = min(position, limit - 1)
+        return self._model.rotation(torch.arange(begin, min(begin + horizon, limit)))
 
     def _logits(self, plan: StepPlan, hidden: Tensor) -> Tensor:
         """[N, vocab_size] one row a draw, computed once a slice."""

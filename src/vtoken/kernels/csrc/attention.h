@@ -7,6 +7,15 @@
 
 extern "C" {
 
+// What is added up about the rows of slices, for each query, query head and layer: a row's probability, as a multiple
+// of 2^-28; or 1 if that is below 1 / t where the query sees t tokens, the row among them.
+struct Tally {
+  double* values;        // [S, stride] by row
+  int64_t stride;
+  const int64_t* first;  // [S] queries at lower positions are not counted
+  int32_t counts_low;    // which of the two
+};
+
 // A plan's S slices, T new tokens in all. Slice s owns tokens [starts[s], starts[s + 1]), at consecutive positions. Its
 // past lies in blocks tables[s, e]; bit i % 32 of masks[s, e, i / 32] says that slot i of entry e holds a token that the
 // slice may read. Its own tokens are in no mask: each sees those of its chunk up to itself.
@@ -35,8 +44,8 @@ struct AttendArgs {
   const int32_t* past_live;      // [S] set bits of each slice's masks
   const int32_t* row_positions;  // [S, E * block_size], or null where row = position; read only under a window
   const int32_t* write_rows;     // [T] row of each new token
-  double* mass;          // [S, mass_stride] attention by row, added up over queries and heads as multiples of 2^-28;
-  int64_t mass_stride;   // null = not wanted
+  const Tally* tallies;
+  int32_t num_tallies;
   int32_t num_slices;
   int32_t num_entries;  // E
   int32_t block_size, num_threads;

@@ -14,7 +14,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "decode_plan.h"
+#include "decode_tally.h"
 
 namespace vtoken {
 namespace {
@@ -28,9 +28,6 @@ constexpr int64_t kAheadBytes = 16 << 10;
 constexpr int64_t kWaveBytes = 2 << 20;
 // Below this many bytes of cache a second thread is not worth its start.
 constexpr int64_t kBytesPerThread = 128 << 10;
-
-// Added to a double, it rounds to multiples of 2^-28, the unit of attention mass; it holds sums up to 2^23.
-constexpr double kMassRounder = 0x1.8p24;
 
 // Scratch of one thread.
 struct Desk {
@@ -343,8 +340,8 @@ void Decode::merge(const Queries& queries, const Result* results, Desk& desk) co
   const int32_t num_ranges = queries.end_range - queries.begin_range;
   const int32_t num_rows = args_.num_kv_heads * rows_per_head(queries);
   const int32_t head_dim = args_.head_dim, padded_dim = sizes_.padded_dim, first_token = args_.starts[queries.slice];
-  double* mass = args_.mass ? args_.mass + queries.slice * args_.mass_stride : nullptr;
-  double own_mass[kDecodeTokens] = {};
+  int32_t past_seen = 0;
+  for (int32_t i = 0; i < num_ranges; ++i) past_seen += *results[i].count;
 
   for (int32_t row = 0; row < num_rows; ++row) {
     int32_t token, head;
@@ -382,30 +379,14 @@ void Decode::merge(const Queries& queries, const Result* results, Desk& desk) co
     float* out = args_.out + (int64_t(token) * args_.num_heads + head) * head_dim;
     for (int32_t d = 0; d < head_dim; ++d) out[d] = desk.sums[d] * inverse;
 
-    if (!mass) continue;
-    for (int32_t t = first; t <= token; ++t)
-      own_mass[t - first_token] += (kMassRounder + double(own[t - first] * inverse)) - kMassRounder;
-    // From here on a range's peak is the factor that turns its weights into probabilities.
-    for (int32_t i = 0; i < num_ranges; ++i) results[i].peaks[row] = desk.factors[i] * inverse;
+    if (!queries.is_tallied) continue;
+    const int32_t seen = past_seen + token - first + 1;
+    for (int32_t i = 0; i < args_.num_tallies; ++i)
+      tally_own(args_, args_.tallies[i], queries.slice, {first, token, own, total, seen});
+    for (int32_t i = 0; i < num_ranges; ++i) prepare_tally(results[i], row, desk.factors[i], total, seen);
   }
-  if (!mass) return;
-
-  for (int32_t i = 0; i < num_ranges; ++i) {
-    const Result& result = results[i];
-    for (int32_t begin = 0; begin < *result.count; begin += kTile) {
-      double drawn[kTile];
-      std::fill(drawn, drawn + kTile, kMassRounder);
-      for (int32_t row = 0; row < num_rows; ++row) {
-        const float* weights = result.weights + int64_t(row) * sizes_.range_cells + begin;
-        const float factor = result.peaks[row];
-        for (int32_t c = 0; c < kTile; ++c) drawn[c] += double(weights[c] * factor);
-      }
-      const int32_t count = std::min(kTile, *result.count - begin);
-      for (int32_t c = 0; c < count; ++c) mass[result.rows[begin + c]] += drawn[c] - kMassRounder;
-    }
-  }
-  for (int32_t t = first_token; t < queries.token + queries.num_tokens; ++t)
-    mass[args_.write_rows[t]] += own_mass[t - first_token];
+  if (!queries.is_tallied) return;
+  for (int32_t i = 0; i < args_.num_tallies; ++i) tally_past(args_, sizes_, args_.tallies[i], queries, results);
 }
 
 }  // namespace

@@ -14,9 +14,16 @@ namespace vtoken {
 constexpr int32_t kDecodeTokens = 4;
 
 // Both return 0, or the number of bytes of scratch memory that could not be had. `slices` are indices of `count`
-// slices, in ascending order. They fill `out` and add to `mass`; `slots_read` is counted by their caller.
+// slices, in ascending order. They fill `out` and add to the tallies; `slots_read` is counted by their caller.
 int64_t attend_decode(const AttendArgs& args, const int32_t* slices, int32_t count);  // 1 .. kDecodeTokens new tokens
 int64_t attend_chunks(const AttendArgs& args, const int32_t* slices, int32_t count);  // more than kDecodeTokens
+
+// The first of a slice's tokens whose query a tally counts; the end of its tokens where there is none.
+inline int32_t first_counted(const AttendArgs& args, const Tally& tally, int32_t slice) {
+  const int32_t begin = args.starts[slice], end = args.starts[slice + 1];
+  const int64_t first = tally.first[slice], position = args.positions[begin];
+  return first <= position ? begin : first < position + (end - begin) ? begin + int32_t(first - position) : end;
+}
 
 constexpr int64_t kNothingHidden = INT64_MIN;
 

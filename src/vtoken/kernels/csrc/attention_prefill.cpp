@@ -54,10 +54,11 @@ struct Workspace {
   float *keys, *values;              // [kTile, stride]
   float *scores;                     // [kTile, kPanel]
   float *queries, *results;          // [panels, stride, kPanel]
-  float *peaks, *totals, *units;     // [panels, kPanel]
-  int32_t *lasts, *hiddens;          // [panels, kPanel]
+  float *peaks, *totals, *limits;    // [panels, kPanel]; the last is for tallies
+  int32_t *lasts, *hiddens, *seen;   // [panels, kPanel]; the last is for tallies
   int32_t* positions;                // [kTile]
   double* mass;                      // [kTile, kDoubles]
+  int32_t* low;                      // [kTile, kLanes]
 };
 
 // Hands out consecutive arrays; with no memory under it, it only counts.
@@ -96,11 +97,13 @@ Workspace carve(const AttendArgs& args, Carver& carver) {
   w.results = carver.take<float>(panels * stride * kPanel);
   w.peaks = carver.take<float>(panels * kPanel);
   w.totals = carver.take<float>(panels * kPanel);
-  w.units = carver.take<float>(panels * kPanel);
+  w.limits = carver.take<float>(panels * kPanel);
   w.lasts = carver.take<int32_t>(panels * kPanel);
   w.hiddens = carver.take<int32_t>(panels * kPanel);
+  w.seen = carver.take<int32_t>(panels * kPanel);
   w.positions = carver.take<int32_t>(kTile);
   w.mass = carver.take<double>(kTile * kDoubles);
+  w.low = carver.take<int32_t>(kTile * kLanes);
   return w;
 }
 
@@ -149,16 +152,15 @@ class Walk {
   void run() const {
     for (int32_t p = 0; p < item_.num_panels; ++p) load_queries(p);
     for (int32_t begin = 0; begin < num_keys(); begin += kTile) {
-      Tile tile = open(begin);
+      Tile tile = open(begin, 0);
       if (tile.num_keys == 0) continue;
-      fetch(begin, tile.num_keys, args_.key_format, args_.keys, args_.key_scales, args_.k_new, args_.k_stride,
-            space_.keys);
+      fetch_keys(begin, tile.num_keys);
       fetch(begin, tile.num_keys, args_.value_format, args_.values, args_.value_scales, args_.v_new, args_.v_stride,
             space_.values);
       for (int32_t p = 0; p < item_.num_panels; ++p) each_width(p, [&]<int C>() { attend<C>(p, begin, tile); });
     }
     for (int32_t p = 0; p < item_.num_panels; ++p) store_results(p);
-    if (args_.mass) run_mass();
+    for (int32_t i = 0; i < args_.num_tallies; ++i) run_tally(args_.tallies[i]);
   }
 
  private:
@@ -213,8 +215,8 @@ class Walk {
     std::fill_n(space_.totals + lanes, kPanel, 0.0f);
   }
 
-  // Positions of the tile's keys; no keys where a window hides them all.
-  Tile open(int32_t begin) const {
+  // Positions of the tile's keys; no keys where a window hides them all from panels `first_panel` and later.
+  Tile open(int32_t begin, int32_t first_panel) const {
     const int32_t past = chunk_.past.count, count = std::min(kTile, num_keys() - begin);
     const int64_t first = args_.positions[chunk_.first_token];
     const int64_t num_rows = int64_t(args_.num_entries) * args_.block_size;
@@ -234,7 +236,7 @@ class Walk {
       tile.highest = std::max(tile.highest, position);
     }
     for (int32_t i = count; i < kTile; ++i) space_.positions[i] = INT_MAX;
-    if (args_.window && tile.highest <= first_query(0) - args_.window) tile.num_keys = 0;
+    if (args_.window && tile.highest <= first_query(first_panel) - args_.window) tile.num_keys = 0;
     return tile;
   }
 
@@ -250,6 +252,10 @@ class Walk {
       std::copy_n(from, head_dim, to + i * stride_);
       std::fill(to + i * stride_ + head_dim, to + (i + 1) * stride_, 0.0f);
     }
+  }
+
+  void fetch_keys(int32_t begin, int32_t count) const {
+    fetch(begin, count, args_.key_format, args_.keys, args_.key_scales, args_.k_new, args_.k_stride, space_.keys);
   }
 
   // How many of the tile's keys the panel meets, and whether some row of it does not see one of them.
@@ -306,25 +312,43 @@ class Walk {
   }
 
   // A second walk over the keys, now that peaks and totals are final: it needs memory for one tile, however long the
-  // prompt. Sums of whole mass units are exact, so the order in which threads add theirs cannot matter.
-  void run_mass() const {
-    for (int32_t p = 0; p < item_.num_panels; ++p)
-      for (int32_t i = 0; i < kPanel; ++i)
-        space_.units[p * kPanel + i] = i < num_rows(p) ? kMassUnits / space_.totals[p * kPanel + i] : 0.0f;
-    double* sums = args_.mass + chunk_.slice * args_.mass_stride;
+  // prompt. Panels without a query that counts are left out. Sums of whole numbers are exact, so the order in which
+  // threads add theirs cannot matter.
+  void run_tally(const Tally& tally) const {
+    const int32_t counted = int32_t(first_counted(args_, tally, chunk_.slice) - chunk_.first_token);
+    int32_t first_panel = 0;
+    while (first_panel < item_.num_panels && last_query(first_panel) < counted) ++first_panel;
+    if (first_panel == item_.num_panels) return;
+    if (tally.counts_low) find_seen(first_panel);
+    for (int32_t p = first_panel; p < item_.num_panels; ++p)
+      for (int32_t i = 0; i < kPanel; ++i) {
+        const int32_t at = p * kPanel + i;
+        const bool counts = i < num_rows(p) && (first_row(p) + i) / group() >= counted;
+        // Units of mass in a weight of 1, or the weight that is a fair share: 1 to the bit where all weigh 1, so that
+        // none of these is less.
+        space_.limits[at] = !counts            ? 0.0f
+                            : tally.counts_low ? space_.totals[at] / float(space_.seen[at])
+                                               : kMassUnits / space_.totals[at];
+      }
+
+    double* sums = tally.values + chunk_.slice * tally.stride;
     for (int32_t begin = 0; begin < num_keys(); begin += kTile) {
-      const Tile tile = open(begin);
+      const Tile tile = open(begin, first_panel);
       if (tile.num_keys == 0) continue;
-      fetch(begin, tile.num_keys, args_.key_format, args_.keys, args_.key_scales, args_.k_new, args_.k_stride,
-            space_.keys);
+      fetch_keys(begin, tile.num_keys);
       std::fill_n(space_.mass, kTile * kDoubles, 0.0);
-      for (int32_t p = 0; p < item_.num_panels; ++p)
+      std::fill_n(space_.low, kTile * kLanes, 0);
+      for (int32_t p = first_panel; p < item_.num_panels; ++p)
         each_width(p, [&]<int C>() {
           const Meeting met = meet(p, begin, tile);
           if (met.num_keys == 0) return;
           float peak[kPanel];
           find_scores<C>(panel(p), met, peak);
-          add_mass<C>(panel(p), space_.units + p * kPanel, space_.scores, met.num_keys, space_.mass);
+          const float* limits = space_.limits + p * kPanel;
+          if (tally.counts_low)
+            count_low<C>(panel(p), limits, space_.positions, met.hides, space_.scores, met.num_keys, space_.low);
+          else
+            add_mass<C>(panel(p), limits, space_.scores, met.num_keys, space_.mass);
         });
       for (int32_t i = 0; i < tile.num_keys; ++i) {
         const int32_t own = begin + i - chunk_.past.count;
@@ -332,9 +356,25 @@ class Walk {
         double drawn = 0;
         for (int32_t lane = 0; lane < kDoubles; ++lane) drawn += space_.mass[i * kDoubles + lane];
         drawn /= double(kMassUnits);
+        for (int32_t lane = 0; lane < kLanes; ++lane) drawn += space_.low[i * kLanes + lane];
 #pragma omp atomic
         sums[row] += drawn;
       }
+    }
+  }
+
+  // How many keys each row sees.
+  void find_seen(int32_t first_panel) const {
+    for (int32_t p = first_panel; p < item_.num_panels; ++p)
+      for (int32_t i = 0; i < kPanel; ++i)
+        space_.seen[p * kPanel + i] = args_.window ? 0 : keys_up_to(space_.lasts[p * kPanel + i]);
+    for (int32_t begin = 0; args_.window && begin < num_keys(); begin += kTile) {
+      const Tile tile = open(begin, first_panel);
+      for (int32_t p = first_panel; p < item_.num_panels; ++p)
+        each_width(p, [&]<int C>() {
+          const int32_t met = tile.num_keys ? meet(p, begin, tile).num_keys : 0;
+          count_seen<C>(panel(p), space_.positions, met, space_.seen + p * kPanel);
+        });
     }
   }
 

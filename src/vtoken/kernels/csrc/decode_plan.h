@@ -12,6 +12,7 @@ struct Queries {
   int32_t job, slice;
   int32_t token, num_tokens;
   int64_t hidden;                  // positions up to this one are out of sight
+  bool is_tallied;                 // whether some tally counts one of them
   int32_t begin_range, end_range;  // indices of Range
 };
 
@@ -30,7 +31,7 @@ struct Result {
   float* peaks;    // [rows]
   float* totals;   // [rows] sum of e^(score - peak)
   float* values;   // [rows, padded_dim] the same weights times the values
-  float* weights;  // [rows, range_cells] those weights, or null: kept for attention mass
+  float* weights;  // [rows, range_cells] those weights, or null: kept for tallies
   int32_t* rows;   // [range_cells] rows of the slice, or null
   int32_t* count;  // live cells
 };
@@ -43,14 +44,15 @@ struct Sizes {
         padded_dim((args.head_dim + kLanes - 1) / kLanes * kLanes),
         range_entries(std::max(1, kRangeCells / args.block_size)),
         range_cells((range_entries * args.block_size + kTile - 1) / kTile * kTile),
-        bytes_per_cell(args.num_kv_heads * args.head_dim *
-                       (bytes_per_element(KVFormat(args.key_format)) + bytes_per_element(KVFormat(args.value_format)))),
-        want_mass(args.mass != nullptr) {}
+        bytes_per_cell(num_kv_heads * args.head_dim * (bytes_per_element(KVFormat(args.key_format)) +
+                                                       bytes_per_element(KVFormat(args.value_format)))) {}
 
   // Bytes of a Result, each of its arrays on cache lines of its own.
-  int64_t result_bytes(int64_t rows) const {
+  int64_t result_bytes(const Queries& queries) const {
+    const int64_t rows = int64_t(num_kv_heads) * group * queries.num_tokens;
+    const int64_t kept = Scratch::round_up(rows * range_cells * 4) + Scratch::round_up(range_cells * 4);
     return Scratch::round_up(rows * 4) * 2 + Scratch::round_up(rows * padded_dim * 4) + Scratch::kLine +
-           (want_mass ? Scratch::round_up(rows * range_cells * 4) + Scratch::round_up(range_cells * 4) : 0);
+           (queries.is_tallied ? kept : 0);
   }
 
   int32_t num_kv_heads, group;
@@ -58,7 +60,6 @@ struct Sizes {
   int32_t range_entries;
   int32_t range_cells;
   int64_t bytes_per_cell;
-  bool want_mass;
 };
 
 // Hands out parts of one piece of memory.
@@ -92,8 +93,7 @@ struct Plan {
   int64_t job_bytes(const Sizes& sizes, const Job& job) const {
     int64_t bytes = 0;
     for (int32_t i = job.begin_queries; i < job.end_queries; ++i)
-      bytes += (queries[i].end_range - queries[i].begin_range) *
-               sizes.result_bytes(int64_t(sizes.num_kv_heads) * sizes.group * queries[i].num_tokens);
+      bytes += (queries[i].end_range - queries[i].begin_range) * sizes.result_bytes(queries[i]);
     return bytes;
   }
 };
@@ -127,9 +127,18 @@ inline bool Plan::make(const AttendArgs& args, const Sizes& sizes, const int32_t
     const int32_t slice = slices[i], end_token = args.starts[slice + 1];
     Job& job = plan.jobs[i] = {num_queries, num_queries, 0};
     const int32_t step = args.window ? 1 : end_token - args.starts[slice];
+    int32_t counted = end_token;
+    for (int32_t t = 0; t < args.num_tallies; ++t)
+      counted = std::min(counted, first_counted(args, args.tallies[t], slice));
     for (int32_t token = args.starts[slice]; token < end_token; token += step) {
-      Queries& queries = plan.queries[num_queries] = {
-          i, slice, token, step, hidden_up_to(args, args.positions[token]), plan.num_ranges, plan.num_ranges};
+      Queries& queries = plan.queries[num_queries] = {i,
+                                                      slice,
+                                                      token,
+                                                      step,
+                                                      hidden_up_to(args, args.positions[token]),
+                                                      counted < token + step,
+                                                      plan.num_ranges,
+                                                      plan.num_ranges};
       for (int32_t begin = 0; begin < args.num_entries; begin += sizes.range_entries) {
         const int32_t end = std::min(begin + sizes.range_entries, args.num_entries);
         const bool out_of_sight = !args.row_positions && int64_t(end) * args.block_size <= queries.hidden;
@@ -161,8 +170,8 @@ inline void place_results(const Sizes& sizes, Plan& plan, int32_t begin_job, int
         result.totals = carver.take<float>(rows);
         result.values = carver.take<float>(rows * sizes.padded_dim);
         result.count = carver.take<int32_t>(1);
-        result.weights = sizes.want_mass ? carver.take<float>(rows * sizes.range_cells) : nullptr;
-        result.rows = sizes.want_mass ? carver.take<int32_t>(sizes.range_cells) : nullptr;
+        result.weights = queries.is_tallied ? carver.take<float>(rows * sizes.range_cells) : nullptr;
+        result.rows = queries.is_tallied ? carver.take<int32_t>(sizes.range_cells) : nullptr;
       }
     }
 }

@@ -223,4 +223,39 @@ void add_mass(const Panel& panel, const float* units, const float* scores, int32
   }
 }
 
+// Counts for each key the lanes that see it and give it less than their fair share: adds to `low` [kTile, kLanes].
+// `limits` [kPanel] are those shares in units of 2^(score - peak), 0 in lanes that do not count. Positions are looked
+// at where some lane may not see some key.
+template <int C>
+void count_low(const Panel& panel, const float* limits, const int32_t* positions, bool hides, const float* scores,
+               int32_t num_keys, int32_t* low) {
+  for (int32_t key = 0; key < num_keys; ++key) {
+    VecInt count = load(low + key * kLanes);
+    const VecInt position = splat(positions[key]);
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) {
+      const int lane = j * kLanes;
+      const Vec weight = exp2_of_negative(vtoken::load(scores + key * kPanel + lane) - vtoken::load(panel.peak + lane));
+      VecInt below = weight < vtoken::load(limits + lane);  // -1 where it holds
+      if (hides) below &= (position <= load(panel.last + lane)) & (position > load(panel.hidden + lane));
+      count -= below;
+    }
+    std::memcpy(low + key * kLanes, &count, sizeof count);
+  }
+}
+
+// Adds to `seen` [kPanel] how many of the keys each lane sees.
+template <int C>
+void count_seen(const Panel& panel, const int32_t* positions, int32_t num_keys, int32_t* seen) {
+  for (int j = 0; j < C; ++j) {
+    VecInt count = load(seen + j * kLanes);
+    const VecInt last = load(panel.last + j * kLanes), hidden = load(panel.hidden + j * kLanes);
+    for (int32_t key = 0; key < num_keys; ++key) {
+      const VecInt position = splat(positions[key]);
+      count -= (position <= last) & (position > hidden);
+    }
+    std::memcpy(seen + j * kLanes, &count, sizeof count);
+  }
+}
+
 }  // namespace vtoken::prefill
