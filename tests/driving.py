@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.schedule.preemption import PreemptionCosts
+from vtoken.schedule.retention import KEEPS_ALL, RetentionSettings
 from vtoken.schedule.scheduler import Scheduler
 from vtoken.schedule.sequence import FinishReason, Request, Sequence
 
@@ -187,7 +189,9 @@ class Driver:
     eos: frozenset[int] = frozenset()
     max_passes: int = 16
     costs: PreemptionCosts | None = None
-    columns: Mapping[str, type] | None = None
+    retention: RetentionSettings = KEEPS_ALL
+    beside_delay: int = 0  # steps that a copy beside them takes
+    kv: Mapping[str, Any] = field(default_factory=dict)  # kv_mode, on_pressure, ... of `SchedulerConfig`
     vocab_size: int = VOCAB_SIZE
     evictor: Evictor | None = None
     fault: Fault | None = None
@@ -204,7 +208,7 @@ class Driver:
             self.block_size,
             num_host_blocks=self.num_host_blocks,
             enable_prefix_caching=self.enable_prefix_caching,
-            columns=self.columns,
+            reuse_cells=self.kv.get("kv_mode", "vtoken") in ("native", "vtoken"),
         )
         config = SchedulerConfig(
             self.max_num_seqs,
@@ -213,9 +217,13 @@ class Driver:
             self.preemption,
             self.eos,
             self.max_passes,
+            self.retention,
+            **self.kv,
         )
         self.scheduler = Scheduler(config, self.memory, self.clock, costs=self.costs)
-        self.sim = SimExecutor(self.num_blocks, self.block_size, self.num_host_blocks, self.vocab_size)
+        self.sim = SimExecutor(
+            self.num_blocks, self.block_size, self.num_host_blocks, self.vocab_size, self.beside_delay
+        )
         self.executor = FaultyExecutor(self.sim)
         self._deaths: dict[Sequence, dict[int, int]] = defaultdict(dict)  # as they were ordered
         self._reached: dict[Sequence, int] = defaultdict(int)  # the length up to which the evictor was asked
@@ -319,6 +327,8 @@ class Driver:
 
     def deaths_of(self, sequence: Sequence) -> dict[int, int]:
         """Position -> length at which it was ordered to die. What the first choice lost before the fork, all lost."""
+        if sequence.request.retention is not None:  # by policy, so the books say: the mask of the oracle
+            return dict(self.scheduler.died_at(sequence))
         shared = self._deaths[sequence.request.sequences[0]].items()
         prompt = sequence.request.num_prompt_tokens
         return {p: died for p, died in shared if died < prompt} | self._deaths[sequence]
@@ -394,6 +404,7 @@ class Driver:
             ids, masks = memory.blocks.ids[lane, :entries], memory.blocks.masks[lane, :entries]
             live = bits.unpack(masks, self.block_size).reshape(entries, self.block_size)
             np.logical_or.at(readable, ids[ids >= 0], live[ids >= 0])
+        readable |= bits.unpack(memory.moves.claimed(), self.block_size).reshape(readable.shape)  # about to be mapped
         dead = np.flatnonzero(~readable.reshape(-1))
         self.sim.cells[dead] = mix64(dead, step, 0xDEAD)
         gone = np.flatnonzero(np.repeat(memory.host_pool.refs == 0, self.block_size))

@@ -156,3 +156,30 @@ def _save(model: PreTrainedModel, folder: Path, seed: int, max_shard_size: str, 
     if tokenizer:
         save_tokenizer(folder)
     return folder
+
+
+HEAVY = list(range(1, 9))
+"""Tokens that draw attention wherever they stand, in models of `save_planted_llama`."""
+
+
+def save_planted_llama(folder: Path, *, seed: int = 0) -> Path:
+    """A Llama in which the tokens `HEAVY` draw attention: their embedding has a direction of its own, which keys turn
+    into a component of the slowest rotation, to which all queries are drawn."""
+    save_llama(folder, seed=seed, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(seed)
+    common, heavy = torch.linalg.qr(torch.randn(64, 2, generator=generator))[0].T
+    slow = 7  # of 8 pairs of dimensions the last turns least
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding += 2 * embedding.norm(dim=1).mean() * common
+        embedding[HEAVY] += 3 * embedding.norm(dim=1).mean() * heavy
+        for layer in model.model.layers:
+            keys, queries = layer.self_attn.k_proj.weight, layer.self_attn.q_proj.weight
+            scale = queries.norm(dim=1).mean()
+            for head in range(2):
+                keys[16 * head + slow] = 2 * scale * heavy
+            for head in range(4):
+                queries[16 * head + slow] = 2 * scale * common
+    model.save_pretrained(folder)
+    return folder

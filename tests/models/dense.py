@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,9 @@ def split_heads(spec: ModelSpec, qkv: Tensor, rotation: Rotation | None) -> tupl
     return (q, k, v) if rotation is None else (rotation(q), rotation(k), v)
 
 
-def dense_causal(spec: ModelSpec) -> Attend:
-    """Attend for tokens at positions 0, 1, ... of one sequence."""
+def dense_causal(spec: ModelSpec, died_at: Mapping[int, int] | None = None) -> Attend:
+    """Attend for tokens at positions 0, 1, ... of one sequence. A key that died at a length of the text is hidden from
+    the queries at that position and after it."""
 
     def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
         q, k, v = split_heads(spec, qkv, rotation)
@@ -27,6 +30,8 @@ def dense_causal(spec: ModelSpec) -> Attend:
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * facts.scale
         distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
         visible = distance >= 0 if facts.window is None else (distance >= 0) & (distance < facts.window)
+        for position, length in (died_at or {}).items():
+            visible[length:, position] = False
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, dim=1)).flatten(1)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
 from hypothesis import strategies as st
 
 from tests.driving import DrawFailure, Driver, StepFailure, evict_scattered, mix, tokens
 from vtoken.base.errors import RequestError
+from vtoken.policies.h2o import H2O
 from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.preemption import PreemptionCosts
-from vtoken.schedule.sequence import FinishReason, Request
+from vtoken.schedule.retention import KEEPS_ALL, RetentionSettings
+from vtoken.schedule.sequence import FinishReason, Request, Sequence
 
 _SMALL_VOCABULARY = 100  # so that end-of-sequence and stop tokens are drawn now and then
 
@@ -36,6 +38,7 @@ class Arrival:
     abort_in_flight: bool
     breaks_at: int | None  # tokens of the answer after which every step that it runs in fails
     breaks: str  # "draw", or how far the step got: "nothing", "copies", "forward"
+    kv: dict[str, Any]  # what it says of eviction
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Scenario:
     evict_percent: int
     failing_steps: frozenset[int]  # steps that fail once, nobody's fault
     statistics: bool
+    kv: dict[str, Any]  # `SchedulerConfig`
+    beside_delay: int
     arrivals: tuple[Arrival, ...] = field(default=())
 
 
@@ -77,6 +82,22 @@ def arrivals(max_len: int, max_n: int) -> st.SearchStrategy[Arrival]:
         abort_in_flight=st.booleans(),
         breaks_at=rarely.flatmap(lambda breaks: st.integers(0, 10) if breaks else st.none()),
         breaks=st.sampled_from(["draw", "nothing", "copies", "forward"]),
+        kv=st.one_of(st.just({}), retentions()),
+    )
+
+
+def retentions() -> st.SearchStrategy[dict[str, Any]]:
+    """Policies of all kinds: none, sums, windows, from the cache, of whole blocks."""
+    policies = ["random", "h2o", "tova:recent=2", "snapkv:window=3", "knorm", "keydiff", "paged_eviction"]
+    return st.fixed_dictionaries(
+        {
+            "kv_policy": st.sampled_from(policies),
+            "kv_budget": st.one_of(st.integers(5, 30), st.sampled_from([0.3, 0.7])),
+            "kv_trigger": st.sampled_from(["always", "pressure"]),
+            "kv_stride": st.integers(4, 16),
+            "kv_prefill_stride": st.sampled_from([0, 5, 16]),
+            "kv_pin": st.sampled_from([(), (), [(0, 2)]]),
+        }
     )
 
 
@@ -86,7 +107,10 @@ def scenarios(draw: st.DrawFn, max_requests: int = 10) -> Scenario:
     num_blocks = draw(st.integers(2, 24))
     max_n = draw(st.sampled_from([1, 1, 2, 4]))
     longest = min(60, num_blocks * block_size * 3 // 5)
-    evicts = draw(st.booleans())
+    evicts = draw(st.sampled_from(["by order", "by policy", "by policy", "never"]))
+    incoming = draw(st.lists(arrivals(longest, max_n), min_size=1, max_size=max_requests))
+    if evicts != "by policy":
+        incoming = [replace(arrival, kv={}) for arrival in incoming]
     return Scenario(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -96,13 +120,51 @@ def scenarios(draw: st.DrawFn, max_requests: int = 10) -> Scenario:
         max_num_seqs=draw(st.integers(max_n, 8)),
         spare_tokens=draw(st.sampled_from([0, 3, 20, 100])),
         max_passes=draw(st.sampled_from([0, 1, 16])),
-        evict_every=draw(st.integers(1, 20)) if evicts else None,
+        evict_every=draw(st.integers(1, 20)) if evicts == "by order" else None,
         evict_in_prompt=draw(st.booleans()),
         evict_percent=draw(st.sampled_from([10, 50, 90])),
-        statistics=draw(st.booleans()),
+        statistics=evicts == "never" and draw(st.booleans()),
+        kv={
+            "kv_mode": draw(st.sampled_from(["vtoken", "vtoken", "vtoken", "naive", "repack", "native"])),
+            "kv_copies": draw(st.sampled_from(["ordered", "ordered", "beside"])),
+            "on_pressure": draw(st.sampled_from(["evict", "evict", "preempt"])),
+            "admission_evicts": draw(st.booleans()),
+        },
+        beside_delay=draw(st.integers(0, 2)),
         failing_steps=draw(st.frozensets(st.integers(0, 40), max_size=2)),
-        arrivals=tuple(draw(st.lists(arrivals(longest, max_n), min_size=1, max_size=max_requests))),
+        arrivals=tuple(incoming),
     )
+
+
+def check_deaths(request: Request, sequence: Sequence) -> None:
+    """Nobody falls below the budget, nothing protected dies, and with fixed places tokens die at those alone."""
+    retention = request.retention
+    if retention is None:
+        return
+    policy, alive = retention.policy, 0
+    last, prompt = 0, request.num_prompt_tokens
+    pinned = {position for start, end in retention.pins for position in range(start, end)}
+    for length, count in sorted(Counter(sequence.died_at.values()).items()):
+        if retention.trigger == "always":
+            place = last
+            while place < length:  # places at which nothing had to die
+                reached = retention.next_place(place, alive, prompt)
+                alive += reached - place
+                place = reached
+            assert place == length, f"tokens died at {length}, which is no place"
+        else:
+            alive += length - last
+        alive, last = alive - count, length
+        budget = retention.budget_at(length)
+        assert alive >= budget or policy.whole_blocks, f"{alive} live at {length}, the budget is {budget}"
+        if retention.trigger == "always" and not policy.whole_blocks:
+            # A share of a text that is still short may be less than what is protected.
+            protected = policy.sinks + policy.num_recent(budget) + len(pinned)
+            assert alive <= max(budget, protected), f"{alive} live at {length}, the budget is {budget}"
+        dead = [position for position, died in sequence.died_at.items() if died == length]
+        assert not pinned & set(dead)
+        assert min(dead) >= policy.sinks
+        assert max(dead) < length - policy.num_recent(budget)
 
 
 class ScenarioRun:
@@ -121,13 +183,17 @@ class ScenarioRun:
             max_passes=scenario.max_passes,
             eos=frozenset({3}),
             vocab_size=_SMALL_VOCABULARY,
-            columns={"attention": np.float32} if scenario.statistics else None,
+            retention=RetentionSettings(H2O(), budget=1_000_000, trigger="always")
+            if scenario.statistics
+            else KEEPS_ALL,
             # Such that sequences of more than about 20 tokens are swapped.
             costs=PreemptionCosts(100, scenario.block_size, 1000 / scenario.block_size, 1.0, 0.1, 10.0),
             evictor=None
             if scenario.evict_every is None
             else evict_scattered(scenario.evict_every, scenario.evict_percent, in_prompt=scenario.evict_in_prompt),
             fault=self._fault,
+            kv=scenario.kv,
+            beside_delay=scenario.beside_delay,
         )
         self.added: dict[Request, Arrival] = {}
         self.aborted: set[Request] = set()
@@ -157,7 +223,10 @@ class ScenarioRun:
 
     def _most_steps(self) -> int:
         """Each failed step costs everybody a recompute, one after the other."""
-        return 3 * self.driver.solo_steps() * (1 + self.driver.counters.failed_steps) + 50
+        # A prompt that loses tokens is cut at places, and with copies beside the steps somebody may wait for them.
+        cuts = sum(request.num_prompt_tokens for request in self.driver.requests if request.retention is not None)
+        waits = (1 + self.scenario.beside_delay) if self.scenario.kv["kv_copies"] == "beside" else 1
+        return 3 * waits * (self.driver.solo_steps() + cuts) * (1 + self.driver.counters.failed_steps) + 50
 
     def _while_in_flight(self, now: int, arrivals: list[Arrival]) -> None:
         for arrival in arrivals:
@@ -184,6 +253,7 @@ class ScenarioRun:
                 cache_salt=arrival.salt,
                 ignore_eos=arrival.ignore_eos,
                 stop_token_ids=arrival.stops,
+                **arrival.kv,
             )
         except RequestError:  # too large for this pool; what is refused, and how, is tested for itself
             return None
@@ -211,6 +281,9 @@ class ScenarioRun:
     def _check(self) -> None:
         self.driver.check_outputs()
         self.driver.check_idle()
+        for request in self.added:
+            for sequence in request.sequences:
+                check_deaths(request, sequence)
         for request, arrival in self.added.items():
             reasons = {sequence.finish_reason for sequence in request.sequences}
             if FinishReason.ABORT in reasons:

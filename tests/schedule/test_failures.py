@@ -236,7 +236,9 @@ def test_a_sequence_swapped_out_where_it_was_to_lose_tokens_loses_them_when_it_i
 
 def driver_plan(driver: Driver) -> StepPlan:
     """An empty plan, to carry copies."""
-    return PlanBuilder(driver.memory, driver.scheduler._state, 0).build(0, row_positions=False)
+    return PlanBuilder(driver.memory, driver.scheduler._state, 0).build(
+        0, driver.scheduler._evictor, row_positions=False
+    )
 
 
 def test_a_result_that_cannot_be_this_steps_is_refused_before_it_is_entered() -> None:

@@ -18,6 +18,7 @@ from vtoken.schedule.batch import PlanBuilder
 from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.scheduler import Scheduler
 from vtoken.schedule.sequence import Request
+from vtoken.schedule.timeline import Timeline
 
 Patch = pytest.MonkeyPatch
 
@@ -148,7 +149,7 @@ def schedule_with_late_tables(self: Scheduler) -> Any:
         return None
     for lane in self.memory.used_lanes:
         if self.memory.tokens.evicted[lane]:
-            self.memory.reclaim(lane)
+            self.memory.reclaim([lane])
     return replace(plan, block_tables=self.memory.blocks.ids[plan.lanes, : plan.block_tables.shape[1]])
 
 
@@ -165,14 +166,8 @@ def swap_out_after_the_forward_pass(patch: Patch) -> None:
 
 
 def deaths_are_forgotten(patch: Patch) -> None:
-    """What the scheduler evicts by itself is what had died before."""
-
-    def schedule_without_deaths(self: Scheduler) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(KVCacheManager, "evict", lambda self, lanes, rows: None)
-            return _schedule(self)
-
-    patch.setattr(Scheduler, "schedule", schedule_without_deaths)
+    patch.setattr(Timeline, "_repeat_deaths", lambda self, sequence, length: None)
+    patch.setattr(Timeline, "_repeat_common_deaths", lambda self, sequence, length: None)
 
 
 def abort_at_once(self: Scheduler, request_id: str) -> bool:

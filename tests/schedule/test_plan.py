@@ -10,7 +10,10 @@ import pytest
 from tests.driving import Driver, evict_scattered, tokens
 from vtoken.base.clock import ManualClock
 from vtoken.memory import bits
+from vtoken.policies.h2o import H2O
+from vtoken.policies.statistics import Sum
 from vtoken.schedule.plan import StepPlan
+from vtoken.schedule.retention import RetentionSettings
 from vtoken.schedule.scheduler import Scheduler
 
 
@@ -112,20 +115,26 @@ def test_row_positions_are_given_where_rows_are_out_of_order() -> None:
     assert plan.row_positions[0, :10].tolist() == [0, 1, 10, 3, 4, 11, 6, 7, 8, 9]
 
 
-def test_statistics_asked_for_are_the_columns_of_the_books() -> None:
-    driver = Driver(columns={"attention": np.float32}, num_blocks=8)
+COLLECTS = RetentionSettings(H2O(), budget=1_000_000, trigger="always")  # asks for attention, and lets nothing die
+ATTENTION = Sum().name
+
+
+def test_statistics_of_a_policy_are_ordered_and_entered() -> None:
+    driver = Driver(retention=COLLECTS, num_blocks=8)
     driver.add(tokens(20, 1), 3)
-    assert next_plan(driver).statistics == ("attention",)
-    driver.step()
+    [order] = next_plan(driver).statistics
+    assert (order.statistic, order.slices.tolist(), order.first.tolist()) == (Sum(), [0], [0])
     lane = driver.requests[0].lanes[0]
-    assert driver.memory.tokens.columns["attention"][lane, :20].sum() == pytest.approx(1)
+    before = driver.memory.tokens.columns[ATTENTION][lane, :20].sum()
+    driver.step()
+    assert driver.memory.tokens.columns[ATTENTION][lane, :20].sum() > before > 0
 
 
 def statistics_by_position(num_blocks: int) -> tuple[dict[tuple[str, int, int], float], Driver]:
     """What each token has collected when its sequence ends, with evictions on the way."""
     evict = evict_scattered(1000, 70)
     driver = Driver(
-        columns={"attention": np.float32},
+        retention=COLLECTS,
         num_blocks=num_blocks,
         block_size=4,
         max_num_batched_tokens=256,
@@ -142,7 +151,7 @@ def statistics_by_position(num_blocks: int) -> tuple[dict[tuple[str, int, int], 
             for sequence in request.unfinished:
                 if sequence.lane is not None:
                     rows, positions = driver.memory.tokens.live(sequence.lane)
-                    values = driver.memory.tokens.columns["attention"][sequence.lane, rows]
+                    values = driver.memory.tokens.columns[ATTENTION][sequence.lane, rows]
                     name = (request.request_id, sequence.choice)
                     collected |= {(*name, p): v for p, v in zip(positions.tolist(), values.tolist(), strict=True)}
     driver.check_outputs()

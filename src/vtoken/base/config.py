@@ -11,12 +11,26 @@ from pydantic import BeforeValidator, Field, model_validator
 from vtoken.base import host_memory
 from vtoken.base.errors import ConfigError
 from vtoken.base.kv_format import KV_FORMATS
+from vtoken.base.kv_retention import (
+    KV_BUDGET_EXPECTED,
+    KV_POLICY_EXPECTED,
+    KV_PREFILL_STRIDE_EXPECTED,
+    KV_STRIDE_EXPECTED,
+    KVBudget,
+    KVPolicy,
+    KVPrefillStride,
+    KVStride,
+    KVTrigger,
+)
 from vtoken.base.sampling_params import SEED_EXPECTED, Seed
 from vtoken.base.units import format_bytes, parse_bytes
 from vtoken.base.validation import Settings, setting
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Preemption = Literal["recompute", "swap", "auto"]
+KVMode = Literal["native", "naive", "repack", "vtoken"]
+KVCopies = Literal["ordered", "beside"]
+OnPressure = Literal["evict", "preempt"]
 KVCacheDType = Literal["auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8"]
 
 _INT32_MAX = 2**31 - 1  # ids and counts travel as int32
@@ -125,6 +139,53 @@ class EngineConfig(Settings):
     )
     value_cache_dtype: KVCacheDType | None = setting(
         "Format of the values, where it is not that of the keys.", expected=f"{_KV_EXPECTED}, or None", default=None
+    )
+    kv_policy: KVPolicy | None = setting(
+        "Which tokens may die: a policy's name, with parameters as in 'h2o:recent=64', or a Policy; needs kv_budget.",
+        expected=KV_POLICY_EXPECTED,
+        default=None,
+    )
+    kv_budget: KVBudget | None = setting(
+        "Tokens of a sequence that stay: a number, or as a decimal fraction a share of its text; needs kv_policy.",
+        expected=KV_BUDGET_EXPECTED,
+        default=None,
+    )
+    kv_trigger: KVTrigger = setting(
+        "When tokens die: under pressure, only when blocks are short; always, at fixed places of the text, whatever "
+        "else runs.",
+        expected="'pressure' or 'always'",
+        default="pressure",
+    )
+    kv_stride: KVStride | None = setting(
+        "Tokens from one eviction to the next while an answer grows; without it the policy's own, or a block.",
+        expected=KV_STRIDE_EXPECTED,
+        default=None,
+    )
+    kv_prefill_stride: KVPrefillStride | None = setting(
+        "The same for a prompt that is longer than its budget; 0: once, at its end; without it the policy's own.",
+        expected=KV_PREFILL_STRIDE_EXPECTED,
+        default=None,
+    )
+    kv_mode: KVMode = setting(
+        "What becomes of the memory of dead tokens: vtoken uses it again and packs what lives; naive and repack are "
+        "for comparison (no reuse, without and with packing), native evicts nothing.",
+        expected="one of 'native', 'naive', 'repack', 'vtoken'",
+        default="vtoken",
+    )
+    kv_copies: KVCopies = setting(
+        "When survivors are packed: ordered, before a step, or beside the steps, on a thread of its own.",
+        expected="'ordered' or 'beside'",
+        default="ordered",
+    )
+    on_pressure: OnPressure = setting(
+        "What comes first when blocks are short and nothing is left to reclaim: evict down to the budgets, or preempt.",
+        expected="'evict' or 'preempt'",
+        default="evict",
+    )
+    admission_evicts: bool = setting(
+        "Whether running requests lose tokens, down to their budgets, to let in one that waits.",
+        expected=_SWITCH,
+        default=True,
     )
     attention_backend: str = setting(
         "What computes attention: cpu is compiled for this machine on first use, reference is plain torch, in which no "

@@ -6,6 +6,7 @@ VtokenError
 ├── RequestError       one request is wrong; `.field` names the parameter; also a ValueError
 │   └── CapacityError  the request could never fit, even into an empty pool
 ├── EngineError        the engine itself failed while it ran a request
+│   └── PolicyError    (vtoken.policies.victims) a policy failed to score tokens, or scored them with what is no score
 └── InvariantError     a book contradicts itself: a bug of ours, raised by `check()`; also an AssertionError
 """
 

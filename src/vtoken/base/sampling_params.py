@@ -8,6 +8,21 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field, Strict
 
 from vtoken.base.errors import RequestError
+from vtoken.base.kv_retention import (
+    KV_BUDGET_EXPECTED,
+    KV_PIN_EXPECTED,
+    KV_POLICY_EXPECTED,
+    KV_PREFILL_STRIDE_EXPECTED,
+    KV_PROMPT_END_EXPECTED,
+    KV_STRIDE_EXPECTED,
+    KVBudget,
+    KVPins,
+    KVPolicy,
+    KVPrefillStride,
+    KVPromptEnd,
+    KVStride,
+    KVTrigger,
+)
 from vtoken.base.validation import Settings, setting, shorten
 
 MAX_N = 1024  # choices of one request; the engine refuses sooner when they cannot run together
@@ -36,7 +51,7 @@ class SamplingParams(Settings):
         "stop": f"{_NOT_YET}; stop_token_ids ends an answer at tokens",
         "min_tokens": f"{_NOT_YET}; ignore_eos goes on to max_tokens",
         "best_of": f"{_NOT_YET}; n draws several answers",
-        **dict.fromkeys(("logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words"), _NOT_YET),
+        **dict.fromkeys(("logprobs", "logit_bias", "allowed_token_ids", "bad_words"), _NOT_YET),
         **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NOT_YET),
         **dict.fromkeys(
             ("structured_outputs", "guided_decoding", "logits_processors", "include_stop_str_in_output"), _NOT_YET
@@ -97,6 +112,41 @@ class SamplingParams(Settings):
         "Further tokens that end a choice.",
         expected="a sequence of token ids, whole numbers from 0 up",
         default=(),
+    )
+
+    prompt_logprobs: Annotated[int, Field(ge=0, le=0)] | None = setting(
+        "0: return the log-probability of each token of the prompt; all of it is computed then, whatever is cached.",
+        expected="0 (of the tokens themselves; of others beside them: not there yet) or None (off)",
+        default=None,
+    )
+
+    kv_policy: KVPolicy | None = setting(
+        "Which tokens may die, instead of the engine's kv_policy.", expected=KV_POLICY_EXPECTED, default=None
+    )
+    kv_budget: KVBudget | None = setting(
+        "Tokens that stay, instead of the engine's kv_budget.", expected=KV_BUDGET_EXPECTED, default=None
+    )
+    kv_trigger: KVTrigger | None = setting(
+        "When tokens die, instead of the engine's kv_trigger.", expected="'pressure', 'always' or None", default=None
+    )
+    kv_stride: KVStride | None = setting(
+        "Tokens from one eviction to the next, instead of the engine's kv_stride.",
+        expected=KV_STRIDE_EXPECTED,
+        default=None,
+    )
+    kv_prefill_stride: KVPrefillStride | None = setting(
+        "The same in the prompt, instead of the engine's kv_prefill_stride.",
+        expected=KV_PREFILL_STRIDE_EXPECTED,
+        default=None,
+    )
+    kv_pin: KVPins = setting(
+        "Parts of the prompt that never die, as positions [start, end).", expected=KV_PIN_EXPECTED, default=()
+    )
+    kv_prompt_end: KVPromptEnd | None = setting(
+        "How many tokens of the prompt are its prompt as far as eviction goes; in the rest tokens die as in an answer. "
+        "For asking what a memory still knows, or scoring an answer.",
+        expected=KV_PROMPT_END_EXPECTED,
+        default=None,
     )
 
     @classmethod

@@ -9,7 +9,7 @@ import torch
 from vtoken.attention.registry import BACKENDS
 from vtoken.base.clock import Clock
 from vtoken.base.config import EngineConfig
-from vtoken.base.errors import ConfigError
+from vtoken.base.errors import ConfigError, RequestError
 from vtoken.base.registry import suggest
 from vtoken.base.units import format_bytes
 from vtoken.engine.engine import Engine, EngineFacts
@@ -24,8 +24,12 @@ from vtoken.models.kernels import BATCH_INVARIANT, COMPILED
 from vtoken.models.loader import load_model, resolve_model
 from vtoken.models.prepare import prepare_linears
 from vtoken.planner.kv_memory import KVShape, plan_kv
+from vtoken.policies.registry import resolve_policy
+from vtoken.policies.statistics import Statistic
+from vtoken.schedule.capacity import longest_sequence
 from vtoken.schedule.config import SchedulerConfig
 from vtoken.schedule.preemption import PreemptionCosts
+from vtoken.schedule.retention import KEEPS_ALL, RetentionSettings
 from vtoken.schedule.scheduler import Scheduler
 
 logger = logging.getLogger("vtoken")
@@ -36,6 +40,7 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
     # What a user mistyped, or what cannot run here, should not wait for the weights.
     backend = _attention_backend(config.attention_backend)
     choose((), override=config.linear_backend, quantization=config.quantization)
+    retention = _retention(config, BACKENDS[backend].statistics)
     folder = resolve_model(config.model)
     kernels = COMPILED if BACKENDS[backend].compiled else BATCH_INVARIANT
     model = load_model(folder, config.dtype, kernels)
@@ -49,7 +54,13 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
     if not config.skip_tokenizer_init:
         tokenizer = Tokenizer.from_folder(config.tokenizer or folder, spec.vocab_size)
     shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, *_kv_formats(config, model.dtype))
-    sizes = plan_kv(config, shape, spec.max_position_embeddings)
+    lone = KEEPS_ALL.resolve(retention, config.block_size) if config.kv_mode != "native" else None
+    sizes = plan_kv(
+        config,
+        shape,
+        spec.max_position_embeddings,
+        longest=lambda num_blocks, block_size: longest_sequence(num_blocks, block_size, lone, config.kv_mode),
+    )
     executor = LocalExecutor(
         model,
         num_blocks=sizes.num_blocks,
@@ -65,6 +76,7 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         config.block_size,
         num_host_blocks=sizes.num_host_blocks,
         enable_prefix_caching=config.enable_prefix_caching,
+        reuse_cells=config.kv_mode in ("native", "vtoken"),
     )
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -72,12 +84,24 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         max_model_len=sizes.max_model_len,
         preemption=config.preemption,
         eos_token_ids=spec.eos_token_ids | _own_eos(tokenizer),
+        retention=retention,
+        kv_mode=config.kv_mode,
+        kv_copies=config.kv_copies,
+        on_pressure=config.on_pressure,
+        admission_evicts=config.admission_evicts,
     )
     block_bytes = shape.bytes_per_block(config.block_size)
     costs = _measure_costs(model, executor, block_bytes, config.block_size) if config.preemption == "auto" else None
     # A window is measured in positions, whatever the backend.
     needs_positions = executor.backend.needs_row_positions or any(layer.window for layer in spec.layers)
-    scheduler = Scheduler(limits, memory, clock, costs=costs, row_positions=needs_positions)
+    scheduler = Scheduler(
+        limits,
+        memory,
+        clock,
+        costs=costs,
+        row_positions=needs_positions,
+        statistics=executor.backend.statistics,
+    )
     facts = EngineFacts(spec.vocab_size, spec.bos_token_id, block_bytes, model.num_weight_bytes)
     logger.info(
         "%s: weights %s, KV pool %s = %d blocks of %d tokens, sequences up to %d tokens",
@@ -106,6 +130,30 @@ def _attention_backend(name: str) -> str:
         logger.warning("no compiled kernels, so everything is computed by the slow reference path: %s", error)
         return "reference"
     return "cpu" if name == "auto" else name
+
+
+def _retention(config: EngineConfig, statistics: frozenset[type[Statistic]]) -> RetentionSettings:
+    """What requests keep that say nothing of it. Raises ConfigError for what cannot work here."""
+    policy = None if config.kv_policy is None else resolve_policy(config.kv_policy)
+    settings = RetentionSettings(
+        policy, config.kv_budget, config.kv_trigger, config.kv_stride, config.kv_prefill_stride
+    )
+    if policy is None and config.kv_budget is None:  # requests may bring their own
+        return settings
+    try:
+        retention = settings.resolve(KEEPS_ALL, config.block_size)
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+    assert retention is not None, "there is a policy, and a budget"
+    for need in retention.policy.needs:
+        if type(need) not in statistics:
+            raise ConfigError(
+                f"kv_policy={retention.policy.name!r} needs {need.name}, which attention_backend="
+                f"{config.attention_backend!r} does not give"
+            )
+    if isinstance(retention.budget, int):
+        retention.policy.check_budget(retention.budget)
+    return settings
 
 
 def _kv_formats(config: EngineConfig, dtype: torch.dtype) -> tuple[str, str]:

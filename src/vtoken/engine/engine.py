@@ -201,6 +201,11 @@ class Engine:
         return list(prompt) if len(prompt) else prompt_of_nothing(self.facts.bos_token_id)
 
 
+def _scores(request: Request) -> list[float | None] | None:
+    found = request.prompt_logprobs
+    return None if found is None or np.isnan(found[1:]).any() else [None, *found[1:].tolist()]
+
+
 def _check_salt(salt: str | None) -> None:
     if salt is not None:
         try:
@@ -247,6 +252,7 @@ class _Tracked:
     def output(self, died_at: Callable[[Sequence], dict[int, int]]) -> RequestOutput:
         request = self.request
         texts = [self._text(sequence) for sequence in request.sequences]
+        deaths = [died_at(sequence) for sequence in request.sequences]
         choices = [
             CompletionOutput(
                 index=sequence.choice,
@@ -255,9 +261,11 @@ class _Tracked:
                 finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
                 stop_reason=sequence.stop_reason,
                 error=request.error or self._text_error,
-                died_at=died_at(sequence),
+                died_at=died,
+                num_kept=len(sequence.token_ids) - len(died),
+                num_evicted=len(died),
             )
-            for sequence in request.sequences
+            for sequence, died in zip(request.sequences, deaths, strict=True)
         ]
         return RequestOutput(
             request_id=request.request_id,
@@ -266,6 +274,7 @@ class _Tracked:
             outputs=choices,
             finished=not request.unfinished,
             num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=_scores(request),
             metrics=RequestMetrics(
                 arrival_time=request.arrival_time,
                 first_scheduled_time=request.first_scheduled_time,

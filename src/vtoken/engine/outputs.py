@@ -17,6 +17,8 @@ class CompletionOutput:
     error: str | None = None  # what went wrong, where finish_reason is "error"
     # Tokens that were evicted: position -> length of the text when it happened. Such a token was not seen afterwards.
     died_at: dict[int, int] = field(default_factory=dict)
+    num_kept: int = 0  # tokens of the text, prompt and answer, that were not evicted
+    num_evicted: int = 0
 
     @property
     def finished(self) -> bool:
@@ -44,6 +46,9 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, so never computed for this request
+    # With `SamplingParams.prompt_logprobs`: the log-probability of each token of the prompt after what came before it
+    # (and was not evicted); the first has none. None until the prompt is computed.
+    prompt_logprobs: list[float | None] | None = None
     metrics: RequestMetrics | None = None
 
     @property

@@ -6,6 +6,7 @@ formats with scales add a float32 a head to each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vtoken.base import host_memory
@@ -84,8 +85,16 @@ def default_kv_bytes(available: int) -> int:
     return min(int(available * DEFAULT_SHARE), DEFAULT_LIMIT)
 
 
-def plan_kv(config: EngineConfig, shape: KVShape, model_max_len: int, available: int | None = None) -> KVPlan:
+def plan_kv(
+    config: EngineConfig,
+    shape: KVShape,
+    model_max_len: int,
+    available: int | None = None,
+    longest: Callable[[int, int], int] = largest_model_len,
+) -> KVPlan:
     """Settle pool, swap space and length for a model whose own longest sequence is `model_max_len` tokens.
+
+    `longest` gives the longest sequence that a pool of so many blocks, of so many tokens each, can serve.
 
     `available` is the memory the pool may take, in bytes; by default what the host has left now, so call it with the
     weights loaded. Raises ConfigError, with the numbers, for what does not fit.
@@ -101,7 +110,7 @@ def plan_kv(config: EngineConfig, shape: KVShape, model_max_len: int, available:
             f"({format_bytes(needed)}), but this host has {available} bytes ({format_bytes(available)}) of memory "
             "available; ask for less"
         )
-    return KVPlan(num_blocks, num_host_blocks, _plan_length(config, shape, num_blocks, model_max_len))
+    return KVPlan(num_blocks, num_host_blocks, _plan_length(config, shape, num_blocks, model_max_len, longest))
 
 
 def _plan_pool(config: EngineConfig, shape: KVShape, available: int) -> int:
@@ -121,8 +130,10 @@ def _plan_pool(config: EngineConfig, shape: KVShape, available: int) -> int:
     return num_blocks
 
 
-def _plan_length(config: EngineConfig, shape: KVShape, num_blocks: int, model_max_len: int) -> int:
-    largest = largest_model_len(num_blocks, config.block_size)
+def _plan_length(
+    config: EngineConfig, shape: KVShape, num_blocks: int, model_max_len: int, longest: Callable[[int, int], int]
+) -> int:
+    largest = longest(num_blocks, config.block_size)
     if config.max_model_len == "auto":
         return min(model_max_len, largest)
     length = model_max_len if config.max_model_len is None else config.max_model_len

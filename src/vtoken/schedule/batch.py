@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 from vtoken.memory.block_table import EMPTY
 from vtoken.memory.copy import Copy
 from vtoken.memory.kv_cache_manager import Extension, KVCacheManager
+from vtoken.policies.statistics import CacheStatistic
+from vtoken.schedule.evictor import Evictor
 from vtoken.schedule.lane_state import LaneState
 from vtoken.schedule.plan import SamplingBatch, StepPlan
+from vtoken.schedule.scoring import order_scores
 from vtoken.schedule.sequence import Request, Sequence
 
 
@@ -53,8 +56,9 @@ class PlanBuilder:
                 sequence.hashes.extend(sequence.token_ids, int(self._memory.tokens.lengths[lane]))
                 self._memory.publish(lane, sequence.hashes)
 
-    def build(self, step: int, *, row_positions: bool) -> StepPlan:
-        """Freeze. `row_positions`: the attention backend wants to know where past tokens stand in their text."""
+    def build(self, step: int, evictor: Evictor, *, row_positions: bool) -> StepPlan:
+        """Freeze. `evictor` says what the slices are to find out. `row_positions`: the attention backend wants to know
+        where past tokens stand in their text."""
         memory, state = self._memory, self._state
         lanes = np.concatenate([np.empty(0, np.int64), *self._lanes])
         counts = np.concatenate([np.empty(0, np.int64), *self._counts])
@@ -62,6 +66,8 @@ class PlanBuilder:
         extensions = self._extensions
         block_tables, masks = self._join_tables(len(memory.blocks.full))
         positions = _join([e.positions for e in extensions], np.int32)
+        statistics = evictor.order(lanes, counts)
+        row_positions |= any(isinstance(order.statistic, CacheStatistic) for order in statistics)
         positions_of_rows = None
         if row_positions and not memory.tokens.in_order[lanes].all():
             positions_of_rows = memory.tokens.positions[lanes, : block_tables.shape[1] * memory.block_size]
@@ -80,7 +86,8 @@ class PlanBuilder:
             past_live=_join([e.past_live for e in extensions], np.int32),
             sampling=self._sampling(lanes, state["total"][lanes] == memory.tokens.lengths[lanes]),
             row_positions=positions_of_rows,
-            statistics=tuple(memory.tokens.columns),
+            statistics=statistics,
+            scoring=order_scores(state, lanes, starts, positions),
         )
 
     def _join_tables(self, words: int) -> tuple[NDArray[np.int32], NDArray[np.uint32]]:

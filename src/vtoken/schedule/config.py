@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from vtoken.base.config import Preemption
+from vtoken.base.config import KVCopies, KVMode, OnPressure, Preemption
 from vtoken.base.errors import ConfigError
+from vtoken.schedule.retention import KEEPS_ALL, RetentionSettings
 from vtoken.schedule.sequence import FinishReason
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of a step and of a request.
+    """Limits of a step and of a request, and what is done when blocks are short.
 
     `max_passes`: how many later requests may be admitted past one that waits at the head of the queue for memory.
+    `kv_mode` and what follows are those of `EngineConfig`.
     """
 
     max_num_seqs: int
@@ -22,6 +24,11 @@ class SchedulerConfig:
     preemption: Preemption = "recompute"
     eos_token_ids: frozenset[int] = frozenset()
     max_passes: int = 16
+    retention: RetentionSettings = KEEPS_ALL  # of requests that say nothing of it
+    kv_mode: KVMode = "vtoken"
+    kv_copies: KVCopies = "ordered"
+    on_pressure: OnPressure = "evict"
+    admission_evicts: bool = True
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -43,6 +50,13 @@ class SchedulerCounters:
     preemptions_swap: int = 0
     swap_fallbacks: int = 0  # swaps that became recomputes because the host pool was full
     peak_held_blocks: int = 0
+    # The rungs of the pressure ladder, how often each was climbed; blocks that free ones could give are rung 1.
+    forgets: int = 0  # 2. cached blocks were forgotten
+    drains: int = 0  # 3. waited a step for copies that were about to end
+    reclaims: int = 0  # 4. holes that were there gave blocks back
+    evictions: int = 0  # 5. tokens died so that blocks came back
+    tokens_evicted_at_places: int = 0  # by `kv_trigger="always"`, without any pressure
+    tokens_evicted_under_pressure: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))  # requests
 
     def copy(self) -> SchedulerCounters:

@@ -28,8 +28,23 @@ _FIELDS = np.dtype(
         ("choice", np.int32),
         ("arrival", np.int64),
         ("num_unforked", np.int32),  # choices that are still to fork from it
+        # Eviction; see `Retention`.
+        ("policy", np.int16),  # index in `Evictor.policies`, -1 = every token is kept
+        ("budget", np.int32),  # in tokens; 0 = the share decides
+        ("share", np.float64),
+        ("stride", np.int32),
+        ("at_places", np.bool_),  # tokens die at fixed lengths, the next of which is `place`; else under pressure
+        ("place", np.int32),
+        ("scanned", np.int32),  # up to this position its policy was told what lies in the cache
+        ("settled", np.int32),  # see `Sequence.settled`, as it was when the lane was opened
+        # Queries whose attention was gathered for a policy that acts under pressure, and those for which it was not.
+        ("observed", np.int32),
+        ("missed", np.int32),
     ]
 )
+
+
+_KEEPS_ALL = (-1, 0, 0.0, 1, False, NEVER, 0, 0, 0, 0)  # of the last ten fields
 
 
 class LaneState:
@@ -64,9 +79,15 @@ class LaneState:
             sequence.choice,
             sequence.request.index,
             len(sequence.request.unforked),
+            *_KEEPS_ALL,
         )
         self.sequences[lane] = sequence
         sequence.lane = lane
+
+    def budgets(self, lanes: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+        """[n] live tokens that are to stay of texts that are `lengths` [n] tokens long."""
+        shares = np.ceil(self["share"][lanes] * lengths).astype(np.int32)
+        return np.maximum(np.where(self["budget"][lanes] > 0, self["budget"][lanes], shares), 1)
 
     def close(self, lane: int) -> None:
         sequence = self.sequences[lane]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.memory.copy import Copy
+from vtoken.policies.statistics import Statistic
 
 MIN_TEMPERATURE = 1e-5  # below it draws are greedy, as in vLLM: dividing by it would overflow
 
@@ -44,6 +44,38 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, eq=False)
+class ScoringBatch:
+    """Known tokens whose log-probability is wanted: n in all."""
+
+    after: NDArray[np.int32]  # [n] the flat tokens of the plan that they come after, ascending
+    targets: NDArray[np.int32]  # [n] the tokens themselves
+
+    def __len__(self) -> int:
+        return len(self.after)
+
+
+NOTHING_TO_SCORE = ScoringBatch(np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class StatisticOrder:
+    """One statistic that some slices of a plan want, one entry a slice, n in all."""
+
+    statistic: Statistic
+    slices: NDArray[np.int32]  # [n] slices of the plan that want it, ascending
+    # [n] AttentionStatistic: queries at lower positions are not counted.
+    #     CacheStatistic that `is_fixed`: tokens at lower positions need no value, theirs is known. Else: unused.
+    first: NDArray[np.int64]
+    # FutureAttention only. It looks back on queries, which the executor remembers from step to step: every slice of a
+    # sequence has to be ordered, from `window` queries before the decision at the latest. Else None.
+    owners: NDArray[np.int64] | None = None  # [n] number of the sequence; no other one ever has the same
+    due: NDArray[np.bool_] | None = None  # [n] whether values are wanted after this step; None = everywhere
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step: S slices (a run of consecutive tokens of one sequence each), T tokens in all.
 
@@ -69,7 +101,9 @@ class StepPlan:
     sampling: SamplingBatch
     # [S, E * block_size] position of every live past row, or None when row = position in every slice.
     row_positions: NDArray[np.int32] | None = None
-    statistics: tuple[str, ...] = ()  # names of the per-row statistics to return
+    # At most one order per statistic; a slice may be in several.
+    statistics: tuple[StatisticOrder, ...] = ()
+    scoring: ScoringBatch = NOTHING_TO_SCORE
 
     @property
     def num_slices(self) -> int:
@@ -88,7 +122,11 @@ class StepResult:
     tokens: NDArray[np.int32]  # [N] one a draw, in the order of `StepPlan.sampling`
     # Draws that failed (non-finite logits, ...): index of the draw -> the reason in the user's words.
     errors: dict[int, str] = field(default_factory=dict)
-    # Name -> [S, E * block_size + ...] by row: what the slice's queries gave to each row of their lane.
-    statistics: Mapping[str, NDArray[np.floating[Any]]] = field(default_factory=dict)
+    # Name of a statistic ordered -> [n, rows], one line a slice of the order: column r is row r of its lane, and there
+    # are at least as many columns as those slices use rows. An AttentionStatistic says what the slice's queries add; a
+    # CacheStatistic what holds now, NaN where no value was asked for (dead rows, positions below `first`).
+    statistics: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    # [n] in the order of `StepPlan.scoring`; NaN where there is none because the logits are no numbers.
+    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     ended: tuple[int, ...] = ()  # tickets of beside-copies that are done
     failed: tuple[int, ...] = ()  # tickets of beside-copies that never will be

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.base.clock import Clock
+from vtoken.base.errors import InvariantError
 from vtoken.memory.kv_cache_manager import KVCacheManager
+from vtoken.memory.prefix_cache import PrefixEntry
 from vtoken.schedule.batch import PlanBuilder
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
-from vtoken.schedule.lane_state import NEVER, LaneState
+from vtoken.schedule.evictor import Evictor
+from vtoken.schedule.lane_state import LaneState
 from vtoken.schedule.preemption import PreemptionCosts
+from vtoken.schedule.pressure import Relief
 from vtoken.schedule.sequence import Request, Sequence, Status
+from vtoken.schedule.timeline import Timeline
 
 
 class Residents:
@@ -33,6 +37,9 @@ class Residents:
         counters: SchedulerCounters,
         clock: Clock,
         costs: PreemptionCosts | None,
+        evictor: Evictor,
+        timeline: Timeline,
+        relief: Relief,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -45,13 +52,29 @@ class Residents:
         self._counters = counters
         self._clock = clock
         self._costs = costs
+        self._evictor = evictor
+        self._timeline = timeline
+        self._relief = relief
         self._lanes: NDArray[np.int64] | None = None  # of the running requests; None when out of date
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether there is a request that lacks nothing but blocks."""
+        return self.is_blocked or bool(self.preempted)
 
     def lanes(self) -> NDArray[np.int64]:
         """Of the running requests; ascending, so that neighbours in the tables are neighbours in the plan."""
         if self._lanes is None:
             self._lanes = np.sort(np.array([lane for request in self.running for lane in request.lanes], np.int64))
         return self._lanes
+
+    def reach(self, lanes: NDArray[np.int64]) -> dict[int, str]:
+        """See `Timeline.reach`."""
+        num_forks = self._memory.counters.forks
+        failures = self._timeline.reach(lanes)
+        if self._memory.counters.forks != num_forks:
+            self._lanes = None
+        return failures
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -92,17 +115,19 @@ class Residents:
         """Blocks left to those who run when a preempted one comes back: one each, or it would soon have to go."""
         return len(self.running)
 
+    def _blocks_to_swap_in(self, request: Request) -> int:
+        # A block each to go on with, or it would be the first to be preempted again; alone it needs no such care.
+        spare = self._spare() + len(request.lanes) if self.running else 0
+        return len(self._memory.swap_blocks(request.lanes)) + spare
+
     def _swap_in(self, request: Request, batch: PlanBuilder) -> bool:
         lanes = request.lanes
-        # A block each to go on with, or it would be the first to be preempted again; alone it needs no such care.
-        spare = self._spare() + len(lanes) if self.running else 0
-        if len(self._memory.swap_blocks(lanes)) + spare > self._memory.num_available:
+        if self._blocks_to_swap_in(request) > self._memory.num_available:
             return False
         copy = self._memory.swap_in(lanes)
         assert copy is not None, "there were enough blocks a moment ago"
         batch.add_copy(copy, [request])
         self._enter(request)
-        self.replay_deaths(np.array(lanes))  # it may have been preempted just where something was to happen
         counts = np.ones(len(lanes), np.int64)
         placement = self._memory.plan_extend(np.array(lanes), counts)
         if placement.num_blocks <= self._memory.num_available:
@@ -112,59 +137,137 @@ class Residents:
     def _start(self, request: Request, batch: PlanBuilder) -> bool:
         """Give a request its blocks, all that its known text needs or none, and its first tokens of the step."""
         memory, leader = self._memory, request.leader
-        goal = request.num_prompt_tokens if request.unforked else len(leader.token_ids)
-        leader.hashes.extend(leader.token_ids, goal)
-        # One token is always left to compute, and what follows a death was computed without the dead.
-        matched = memory.match(leader.hashes, min([goal - 1, *leader.died_at.values()]))
-        reserve = min(goal, _peak_live(leader.died_at, goal) + len(matched) * memory.block_size)
-        later = 0
-        if request.unforked and len(leader.token_ids) > goal:  # choices that go on after the fork, each by itself
-            shared = goal // memory.block_size
-            own = sum(-(-len(s.token_ids) // memory.block_size) - shared for s in request.unfinished)
-            later = max(0, shared + own - -(-reserve // memory.block_size))
-        spare = self._spare() if request.status is Status.PREEMPTED else 0
-        if memory.blocks_to_admit(reserve, matched) + later + spare > memory.num_available:
-            return False
+        matched = self._match(request)
+        if self._missing_to_start(request, matched) > 0:
+            if not self._can_be_tight(request):
+                return False
+            request.is_tight = True  # its own tokens are the first that it gives up
+            if self._missing_to_start(request, matched) > 0:
+                request.is_tight = False
+                return False
+        reserve = self._reserve(request, len(matched))
         lane = memory.admit(reserve, matched)
         assert lane is not None, "there were enough blocks a moment ago"
         prompt = request.num_prompt_tokens
         assert request.params.max_tokens is not None, "max_tokens is clamped when a request is added"
         self._state.open(lane, leader, prompt + request.params.max_tokens)
-        self._set_cut(lane, int(memory.tokens.lengths[lane]))
+        self._evictor.open(lane, leader)
+        self._timeline.open(lane)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock.now()
             request.num_cached_tokens = int(memory.tokens.lengths[lane])
         self._enter(request)
-        self.replay_deaths(np.array([lane]))
+        lanes = np.array([lane])
+        if self._timeline.reach(lanes):  # the cached part ends where deaths are recorded
+            raise InvariantError("a policy was asked about tokens that no query of this request has seen")
         need = min(len(leader.token_ids), int(self._state["cut"][lane])) - int(memory.tokens.lengths[lane])
-        lanes, counts = np.array([lane]), np.array([min(need, batch.tokens_left)])
+        counts = np.array([min(need, batch.tokens_left)])
         batch.add_slices(lanes, counts, memory.extend(memory.plan_extend(lanes, counts)))
         return True
 
-    def make_room(self, batch: PlanBuilder, num_needed: int, spared: Request) -> bool:
-        """Rungs 4 and 6 of the pressure ladder: holes that are there already, then the latest request but `spared`.
+    def _match(self, request: Request) -> list[PrefixEntry]:
+        """The cached blocks that a request can begin with."""
+        leader, goal = request.leader, _tokens_to_start(request)
+        leader.hashes.extend(leader.token_ids, goal)
+        # One token is always left to compute, and what follows a death was computed without the dead.
+        limits = [goal - 1, *leader.died_at.values()]
+        if request.retention is not None:
+            limits.append(request.retention.most_matched(request.num_prompt_tokens))
+        if request.prompt_logprobs is not None:
+            limits.append(0)  # only what is computed can be scored
+        return self._memory.match(leader.hashes, max(0, min(limits)))
 
-        One step of it; false if there is nothing left to try.
-        """
-        if self._reclaim_holes(batch, num_needed):
+    def _reserve(self, request: Request, num_matched: int) -> int:
+        """Tokens that a request holds at once, at most, until its known text is computed."""
+        leader, retention, goal = request.leader, request.retention, _tokens_to_start(request)
+        peak = _peak_live(leader.died_at, goal)
+        reuses = self._config.kv_mode == "vtoken"
+        if reuses and retention is not None and (request.is_tight or retention.trigger == "always"):
+            # What is settled dies as recorded; from there on the places decide.
+            coming = [retention.peak_in_prompt(request.num_prompt_tokens)]
+            if goal > request.num_prompt_tokens:
+                coming.append(retention.peak_after_prompt(goal))
+            peak = min(peak, max(_peak_live(leader.died_at, min(goal, leader.settled)), *coming))
+        return min(goal, peak + num_matched * self._memory.block_size)
+
+    def _missing_to_start(self, request: Request, matched: list[PrefixEntry]) -> int:
+        """Blocks that are missing for a request to start; 0 or less: it can."""
+        memory, size = self._memory, self._memory.block_size
+        goal, reserve = _tokens_to_start(request), self._reserve(request, len(matched))
+        needed = memory.blocks_to_admit(reserve, matched)
+        if (
+            request.unforked and len(request.leader.token_ids) > goal
+        ):  # choices that go on after the fork, each by itself
+            shared = goal // size
+            own = sum(-(-len(s.token_ids) // size) - shared for s in request.unfinished)
+            needed += max(0, shared + own - -(-reserve // size))
+        if request.status is Status.PREEMPTED:
+            needed += self._spare()
+        return needed - memory.num_available
+
+    def _can_be_tight(self, request: Request) -> bool:
+        """Whether a prompt may be cut at fixed places because its blocks are not there. Only one that never ran: what
+        was settled without it cannot be repeated in fewer blocks."""
+        retention = request.retention
+        return (
+            retention is not None
+            and self._config.kv_mode == "vtoken"
+            and (self._config.admission_evicts or not self.running)
+            and retention.trigger == "pressure"
+            and request.leader.settled == 0
+            and not request.is_tight
+        )
+
+    def make_way(self, batch: PlanBuilder) -> None:
+        """A request that waits is pressure too: rungs 4 and 5 for the first of them, if they can bring what it needs.
+        Before anybody runs, since no token of a slice may move."""
+        lanes, tokens = self.lanes(), self._memory.tokens
+        may_help = tokens.evicted[lanes] | (self._state["policy"][lanes] >= 0)
+        first = next(iter(self.preempted or self.waiting), None)
+        if first is None or not may_help.any() or self._memory.moves:  # blocks that are on their way come first
+            return
+        num_sequences = len(first.unfinished) if first.status is not Status.WAITING else first.params.n
+        if self.num_running + num_sequences > self._config.max_num_seqs:
+            return
+        if first.status is Status.SWAPPED:
+            missing = self._blocks_to_swap_in(first) - self._memory.num_available
+        else:
+            missing = self._missing_to_start(first, self._match(first))
+        if missing <= 0:
+            return
+        goal = self._memory.num_available + missing
+        if self._relief.reclaim(batch, lanes, missing):
+            missing = goal - self._memory.num_available
+        may_evict = self._config.admission_evicts and self._config.on_pressure == "evict"
+        if may_evict and 0 < missing <= self._relief.attainable(lanes):
+            while missing > 0 and not self._memory.moves and self._relief.evict(batch, lanes):
+                missing = goal - self._memory.num_available
+
+    def make_room(self, batch: PlanBuilder, num_needed: int, spared: Request) -> bool:
+        """Rungs 3 to 6 of the pressure ladder: holes that are there already, then tokens that may die, then the latest
+        request but `spared`. One step of it; false if there is nothing left to try."""
+        lanes = self.lanes()
+        if self._relief.reclaim(batch, lanes, num_needed - self._memory.num_available):
+            return True
+        evicts_first = self._config.on_pressure == "evict"
+        if evicts_first and self._relief.evict(batch, lanes):
             return True
         victims = [request for request in self.running if request is not spared]
         if victims:
             self.preempt(victims[-1], batch)
-        return bool(victims)
+            return True
+        return not evicts_first and self._relief.evict(batch, lanes)
 
-    def _reclaim_holes(self, batch: PlanBuilder, num_needed: int) -> bool:
-        memory = self._memory
-        lanes = self.lanes()
-        returned = 0
-        for lane in lanes[memory.tokens.evicted[lanes]].tolist():
-            copy, num_returned = memory.reclaim(lane, spare_cells=1)
-            returned += num_returned
-            if copy is not None:
-                batch.add_copy(copy, [self._state.of(lane).request])
-            if memory.num_available >= num_needed:
-                break
-        return returned > 0
+    def start_over(self, request: Request) -> bool:
+        """A lone request needs a block, and its policy has not seen enough to say what may die: computed again, with
+        blocks short from the start, it will have. False if that was tried at this length already, or cannot help."""
+        lanes = np.array(request.lanes)
+        length = int(self._memory.tokens.lengths[lanes].max())
+        if request.retention is None or request.retention.trigger == "always" or length <= request.started_over_at:
+            return False
+        request.started_over_at = length
+        self.preempt(request, None)
+        return True
 
     def preempt(self, request: Request, batch: PlanBuilder | None) -> None:
         """Take a request's blocks, all of them: to the host if asked to and possible, else they are recomputed."""
@@ -219,6 +322,7 @@ class Residents:
             sequence = self._state.of(lane)
             # A replay that was cut short again still has later deaths to come.
             sequence.died_at |= self._memory.tokens.died_at(lane)
+            sequence.settled = max(sequence.settled, int(self._memory.tokens.lengths[lane]))
             self._release(lane)
         request.unforked = request.unfinished[1:]
 
@@ -248,50 +352,10 @@ class Residents:
         if not sequence.request.unfinished:
             _take_out(self.running, sequence.request)
 
-    # --- what happens to a text on its way: deaths and forks --------------------------------------------------------
 
-    def evict(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
-        """Mark tokens of a running sequence dead."""
-        assert sequence.lane is not None, "a sequence without a lane has no live tokens"
-        rows = self._memory.tokens.rows_of(sequence.lane, positions)
-        self._memory.evict(np.full(len(rows), sequence.lane), rows)
-
-    def replay_deaths(self, lanes: NDArray[np.int64]) -> None:
-        """Sequences that were recomputed lose their tokens again where they had lost them; nobody is asked again."""
-        lengths = self._memory.tokens.lengths
-        for lane in lanes[(lengths[lanes] == self._state["cut"][lanes])].tolist():
-            sequence, length = self._state.of(lane), int(lengths[lane])
-            positions = [position for position, died in sequence.died_at.items() if died == length]
-            if positions:
-                self.evict(sequence, positions)
-            self._set_cut(lane, length + 1)
-
-    def _set_cut(self, lane: int, first: int) -> None:
-        """The next length, from `first` on, at which something is to happen to a sequence: a recorded death, or its
-        choices fork."""
-        sequence = self._state.of(lane)
-        cuts = [died for died in sequence.died_at.values() if died >= first]
-        if sequence.request.unforked:
-            cuts.append(sequence.request.num_prompt_tokens)
-        self._state["cut"][lane] = min(cuts, default=NEVER)
-
-    def fork_choices(self, lanes: NDArray[np.int32]) -> None:
-        """Leaders that have computed their prompt are joined by the other choices."""
-        memory = self._memory
-        at_prompt = memory.tokens.lengths[lanes] == self._state["prompt"][lanes]
-        for lane in lanes[at_prompt].tolist():
-            leader = self._state.of(lane)
-            choices, leader.request.unforked = leader.request.unforked, []
-            self._state["num_unforked"][lane] = 0
-            for choice in choices:
-                twin = memory.fork(lane)
-                if not choice.token_ids:
-                    choice.token_ids = list(leader.request.prompt_token_ids)
-                    choice.hashes = leader.hashes.copy(leader.request.num_prompt_tokens)
-                self._state.open(twin, choice, int(self._state["limit"][lane]))
-                self._set_cut(twin, choice.request.num_prompt_tokens)
-                self._lanes = None
-            self._set_cut(lane, leader.request.num_prompt_tokens)
+def _tokens_to_start(request: Request) -> int:
+    """Tokens that the leader computes before the other choices join it, or all that are known."""
+    return request.num_prompt_tokens if request.unforked else len(request.leader.token_ids)
 
 
 def _take_out(queue: list[Request], request: Request) -> None:

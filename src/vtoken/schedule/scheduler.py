@@ -16,14 +16,21 @@ from vtoken.base.clock import Clock
 from vtoken.base.errors import ConfigError, EngineError, InvariantError, RequestError, describe
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.memory.kv_cache_manager import KVCacheManager
+from vtoken.policies.registry import resolve_policy
+from vtoken.policies.statistics import STATISTICS, Statistic
 from vtoken.schedule.batch import PlanBuilder
 from vtoken.schedule.capacity import Capacity
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
+from vtoken.schedule.evictor import Evictor
 from vtoken.schedule.lane_state import LaneState
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.schedule.preemption import PreemptionCosts
+from vtoken.schedule.pressure import Relief
 from vtoken.schedule.residents import Residents
+from vtoken.schedule.retention import Retention, RetentionSettings
+from vtoken.schedule.scoring import enter_scores
 from vtoken.schedule.sequence import FinishReason, Request, Sequence, Status
+from vtoken.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -50,23 +57,32 @@ class Scheduler:
         *,
         costs: PreemptionCosts | None = None,
         row_positions: bool = False,
+        statistics: frozenset[type[Statistic]] = frozenset(STATISTICS),
     ) -> None:
         if config.preemption == "auto" and costs is None:
             raise ConfigError("preemption='auto' needs the machine's speeds (PreemptionCosts) to choose by")
-        if config.max_model_len - 1 > memory.pool.num_blocks * memory.block_size:  # the last token needs no slot
-            raise ConfigError(
-                f"max_model_len={config.max_model_len} is more than the pool holds: {memory.pool.num_blocks} blocks of "
-                f"{memory.block_size} tokens"
-            )
         self.config = config
         self.memory = memory
         self.counters = SchedulerCounters()
-        self.capacity = Capacity(memory.pool.num_blocks, memory.block_size, config.max_model_len, config.max_num_seqs)
+        self.capacity = Capacity(
+            memory.pool.num_blocks, memory.block_size, config.max_model_len, config.max_num_seqs, config.kv_mode
+        )
+        self._statistics = statistics
+        try:
+            lone = RetentionSettings().resolve(config.retention, memory.block_size)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+        self.capacity.check_longest(lone)
         self._clock = clock
         self._row_positions = row_positions
         self._eos = np.array(sorted(config.eos_token_ids), np.int64)
         self._state = LaneState()
-        self._residents = Residents(config, memory, self._state, self.counters, clock, costs)
+        self._evictor = Evictor(memory, self._state, self.counters)
+        self._timeline = Timeline(config, memory, self._state, self.counters, self._evictor)
+        self._relief = Relief(config, memory, self._state, self.counters, self._evictor)
+        self._residents = Residents(
+            config, memory, self._state, self.counters, clock, costs, self._evictor, self._timeline, self._relief
+        )
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._suspects: list[Request] = []  # one of them made a step fail
         self._num_arrived = 0
@@ -88,7 +104,10 @@ class Scheduler:
         """Queue a request. Raises RequestError, at once, for one that could never run."""
         if request_id in self._requests:
             raise RequestError(f"request_id: {request_id!r} is in use by a request that has not finished", "request_id")
-        max_tokens = self.capacity.clamp(len(prompt_token_ids), params.max_tokens, params.n)
+        num_prompt_tokens = len(prompt_token_ids)
+        self.capacity.check_prompt(num_prompt_tokens)
+        retention = self._retention(params, num_prompt_tokens)
+        max_tokens = self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.n, retention)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -98,11 +117,42 @@ class Scheduler:
             self._clock.now(),
             self.memory.block_size,
             cache_salt,
+            retention,
+            self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.n, retention),
         )
         self._num_arrived += 1
         self._requests[request_id] = request
         self._residents.add(request)
         return request
+
+    def _retention(self, params: SamplingParams, num_prompt_tokens: int) -> Retention | None:
+        """What a request keeps of its text. Raises RequestError for settings that cannot work."""
+        try:
+            policy = None if params.kv_policy is None else resolve_policy(params.kv_policy)
+        except ConfigError as error:
+            raise RequestError(f"kv_policy: {error}", "kv_policy") from None
+        own = RetentionSettings(
+            policy,
+            params.kv_budget,
+            params.kv_trigger,
+            params.kv_stride,
+            params.kv_prefill_stride,
+            params.kv_pin,
+            params.kv_prompt_end,
+        )
+        retention = own.resolve(self.config.retention, self.memory.block_size)
+        if retention is None or self.config.kv_mode == "native":
+            return None
+        retention.check(num_prompt_tokens)
+        for statistic in retention.policy.needs:
+            if type(statistic) not in self._statistics:
+                known = ", ".join(sorted(each.__name__ for each in self._statistics)) or "none"
+                raise RequestError(
+                    f"kv_policy: {retention.policy.name} needs {type(statistic).__name__}, which this attention "
+                    f"backend does not give (it gives: {known})",
+                    "kv_policy",
+                )
+        return retention
 
     def abort(self, request_id: str) -> bool:
         """End a request, in whatever state, and give its blocks back. Unknown or ended ids are no error: False.
@@ -124,13 +174,14 @@ class Scheduler:
         """
         if sequence.lane is None or self._flight is not None:
             raise ValueError("tokens can be evicted between steps, from a sequence that has blocks")
-        self._residents.evict(sequence, positions)
+        self._timeline.evict(sequence, positions)
 
     def died_at(self, sequence: Sequence) -> dict[int, int]:
         """Position -> the length of the text at which the token was evicted."""
         if sequence.lane is None:
             return dict(sequence.died_at)
-        return self.memory.tokens.died_at(sequence.lane)
+        # While it is computed again, what is recorded has not all died in the books yet.
+        return sequence.died_at | self.memory.tokens.died_at(sequence.lane)
 
     @property
     def num_unfinished(self) -> int:
@@ -156,6 +207,8 @@ class Scheduler:
         if self._flight is not None:
             raise EngineError("schedule() was called while a step is in flight; apply() or fail() comes first")
         batch = PlanBuilder(self.memory, self._state, self.config.max_num_batched_tokens)
+        for copy, request in self._timeline.take_copies():
+            batch.add_copy(copy, [request])
         try:
             return self._schedule(batch)
         except BaseException:  # Ctrl-C too: tokens have their cells already, and nothing will be written there
@@ -163,10 +216,13 @@ class Scheduler:
             raise
 
     def _schedule(self, batch: PlanBuilder) -> StepPlan | None:
+        num_forgotten = self.memory.counters.blocks_forgotten
+        self._relief.watch(batch, self._residents.lanes(), somebody_waits=self._residents.somebody_waits)
         if self._suspects:
             self._run_suspect(batch)
         else:
             num_preempted = self.counters.preemptions
+            self._residents.make_way(batch)
             self._run(batch)
             if self.counters.preemptions == num_preempted:
                 self._residents.resume(batch)
@@ -175,9 +231,10 @@ class Scheduler:
         # With nothing to run a plan may still be due: only so are copies heard of that pin blocks somebody waits for.
         if batch.is_empty and not (self.memory.moves and self._requests):
             return None
-        plan = batch.build(self.counters.steps, row_positions=self._row_positions)
+        plan = batch.build(self.counters.steps, self._evictor, row_positions=self._row_positions)
         self._flight = _Flight(plan, batch.draws, batch.touched)
         self.counters.steps += 1
+        self.counters.forgets += self.memory.counters.blocks_forgotten > num_forgotten
         self.counters.peak_held_blocks = max(self.counters.peak_held_blocks, self.memory.num_held)
         return plan
 
@@ -187,15 +244,24 @@ class Scheduler:
             lanes = self._residents.lanes() if only is None else np.array(only.lanes, np.int64)
             if not len(lanes):
                 return
-            self._residents.replay_deaths(lanes)
             counts = self._share_budget(lanes)
             lanes, counts = lanes[counts > 0], counts[counts > 0]
             placement = self.memory.plan_extend(lanes, counts)
             if placement.num_blocks <= self.memory.num_available:
                 batch.add_slices(lanes, counts, self.memory.extend(placement))
                 return
+            if self.memory.moves:
+                # Rung 3: copies beside the steps are about to give blocks back. Who needs one waits a step for it.
+                self.counters.drains += 1
+                waits = np.isin(lanes, np.concatenate((placement.fresh[:, 0], placement.copied[:, 0])))
+                lanes, counts = lanes[~waits], counts[~waits]
+                if len(lanes):
+                    batch.add_slices(lanes, counts, self.memory.extend(self.memory.plan_extend(lanes, counts)))
+                return
             spared = only or self._residents.running[0]  # the oldest always makes progress
-            if not self._residents.make_room(batch, placement.num_blocks, spared):
+            if self._residents.make_room(batch, placement.num_blocks, spared):
+                continue
+            if not self._residents.start_over(spared):
                 # `add` promised that a lone request fits, so this is a bug of ours; it must not hang the engine.
                 missing = f"{placement.num_blocks} blocks needed, {self.memory.num_available} available"
                 self._finish_request(spared, FinishReason.ERROR, missing)
@@ -243,14 +309,18 @@ class Scheduler:
         self._flight = None
         memory.commit()
         self.counters.tokens_computed += plan.num_tokens
-        for name, values in result.statistics.items():
-            memory.add_statistics(name, plan.lanes, values)
+        self._evictor.enter(plan, result)
         for ticket in result.ended:
             memory.finish(ticket)
         for ticket in result.failed:
             memory.finish(ticket, copied=False)
-        self._residents.fork_choices(plan.lanes)
-        drawn = self._take_tokens(flight.draws, result)
+        failures = self._residents.reach(plan.lanes.astype(np.int64))
+        failed = {flight.draws[i].request: reason for i, reason in result.errors.items()}
+        failed |= enter_scores(plan, result, self._state)
+        for lane in (lane for request in failed for lane in request.lanes):
+            memory.unpublish(lane)  # nobody is to be handed what may be broken
+        failed |= {self._state.of(lane).request: reason for lane, reason in failures.items()}
+        drawn = self._take_tokens(flight.draws, result.tokens, failed)
         if self._suspects:  # whoever got a token in a step of its own is not what made the other one fail
             cleared = {sequence.request for sequence in flight.draws}
             self._suspects = [suspect for suspect in self._suspects if suspect not in cleared]
@@ -262,14 +332,12 @@ class Scheduler:
         finished, self._finished = self._finished, []
         return finished
 
-    def _take_tokens(self, draws: list[Sequence], result: StepResult) -> list[tuple[Sequence, int]]:
-        """Append what was drawn, and end the sequences that are complete."""
-        failed = {draws[i].request: reason for i, reason in result.errors.items()}
+    def _take_tokens(
+        self, draws: list[Sequence], tokens: NDArray[np.int32], failed: dict[Request, str]
+    ) -> list[tuple[Sequence, int]]:
+        """Append what was drawn, and end the sequences that are complete and the requests that failed."""
         for request, reason in failed.items():
-            for lane in request.lanes:
-                self.memory.unpublish(lane)  # nobody is to be handed what may be broken
             self._finish_request(request, FinishReason.ERROR, reason)
-        tokens = result.tokens
         if failed:
             kept = [i for i, sequence in enumerate(draws) if sequence.request not in failed]
             draws, tokens = [draws[i] for i in kept], tokens[kept]
@@ -394,9 +462,14 @@ def _check_result(plan: StepPlan, result: StepResult) -> None:
     """Refuse a result that cannot be that plan's before any of it is entered."""
     if len(result.tokens) != len(plan.sampling):
         raise EngineError(f"step {plan.step} draws {len(plan.sampling)} tokens, its result has {len(result.tokens)}")
-    for name, values in result.statistics.items():
-        if name not in plan.statistics or len(values) != plan.num_slices:
-            raise EngineError(f"step {plan.step} did not ask for statistic {name!r} of {len(values)} slices")
+    ordered = {order.statistic.name: len(order.slices) for order in plan.statistics}
+    found = {name: len(values) for name, values in result.statistics.items()}
+    if ordered != found:
+        raise EngineError(f"step {plan.step} ordered statistics of so many slices: {ordered}; its result has {found}")
+    if len(result.logprobs) != len(plan.scoring):
+        raise EngineError(
+            f"step {plan.step} scores {len(plan.scoring)} tokens, its result has {len(result.logprobs)} of them"
+        )
 
 
 def _require(condition: bool | np.bool_, what: str) -> None:

@@ -6,8 +6,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 
-from vtoken.base.sampling_params import SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.base.sampling_params import MAX_N, SamplingParams
 from vtoken.memory.prefix_cache import BlockHashes
+from vtoken.schedule.retention import Retention
 
 
 class Status(Enum):
@@ -39,6 +43,13 @@ class Sequence:
     # Position -> length of the text at which the token was evicted. Kept here while the sequence has no lane, and in
     # the end, for the answer; otherwise the books have it.
     died_at: dict[int, int] = field(default_factory=dict)
+    # Up to this length of the text it is settled which tokens die: when it is computed again, nobody is asked again.
+    settled: int = 0
+
+    @property
+    def number(self) -> int:
+        """Of this sequence alone, among all that the engine has ever run."""
+        return self.request.index * MAX_N + self.choice
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -68,6 +79,10 @@ class Request:
     arrival_time: float
     block_size: int
     cache_salt: str | None = None
+    retention: Retention | None = None  # None: every token is kept
+    # Its prompt runs in fewer blocks than it would fill, so tokens of it die at fixed places, whatever the trigger.
+    is_tight: bool = False
+    started_over_at: int = 0  # length at which it was computed again to learn what may die
     status: Status = Status.WAITING
     error: str | None = None
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache gave at the first admission
@@ -80,6 +95,8 @@ class Request:
     sequences: list[Sequence] = field(init=False)
     # Choices that come into being when the leader has computed the prompt: they fork from it.
     unforked: list[Sequence] = field(init=False)
+    # [prompt tokens] log-probability of each, NaN until it is known and for the first; None = nobody asked.
+    prompt_logprobs: NDArray[np.float64] | None = field(init=False)
 
     def __post_init__(self) -> None:
         prompt = self.prompt_token_ids = list(self.prompt_token_ids)  # the caller may go on with his
@@ -90,6 +107,7 @@ class Request:
         self.sequences = [Sequence(self, 0, prompt.copy(), hashes)]
         self.sequences += [Sequence(self, choice, [], hashes.copy()) for choice in range(1, self.params.n)]
         self.unforked = self.sequences[1:]
+        self.prompt_logprobs = None if self.params.prompt_logprobs is None else np.full(len(prompt), np.nan)
 
     @property
     def num_prompt_tokens(self) -> int:
