@@ -43,6 +43,14 @@ def test_first_answers_each_prompt(cache: str) -> None:
         assert prompt in lines
 
 
+def test_budget_says_what_was_evicted(cache: str) -> None:
+    evicted, kept = map(
+        int, re.search(r"(\d+) tokens were evicted, (\d+) kept", run("budget.py", VTOKEN_CACHE=cache)).groups()
+    )
+    assert evicted > 0
+    assert kept >= 64
+
+
 def test_steps_end_by_abort_and_by_length(cache: str) -> None:
     ended = dict(re.findall(r"^(\w) ended by (\w+)", run("steps.py", VTOKEN_CACHE=cache), re.MULTILINE))
     assert ended.keys() == {"a", "b"}

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256  # an answer to read; vLLM's 16 is a default for completions
 
 
-@takes(SamplingParams, into="sampling", panel="Drawing tokens", max_tokens=DEFAULT_MAX_TOKENS)
+# One policy for all prompts of a command: the engine's.
+PER_REQUEST = ("kv_policy", "kv_budget", "kv_trigger", "kv_stride", "kv_prefill_stride", "kv_prompt_end")
+
+
+@takes(SamplingParams, into="sampling", panel="Drawing tokens", leave_out=PER_REQUEST, max_tokens=DEFAULT_MAX_TOKENS)
 @takes(EngineConfig, into="engine", panel="Engine", leave_out=("model", "skip_tokenizer_init", "seed"))
 def generate(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file or a name: smollm2-135m.")],
@@ -154,5 +158,8 @@ def _show(text: str, output: RequestOutput, alone: bool) -> None:
         mark = f"[{choice.index}] " if len(output.outputs) > 1 else ""
         cut = " …" if choice.finish_reason == "length" else ""
         typer.echo(f"{mark}{choice.text.strip()}{cut}")  # as it is: rich would expand tabs and wrap lines
+        if choice.num_evicted:
+            total = choice.num_kept + choice.num_evicted
+            typer.secho(f"{mark}({choice.num_evicted} of {total} tokens were evicted on the way)", dim=True, err=True)
     if not alone:
         typer.echo()

@@ -8,11 +8,11 @@ from typing import Annotated, NoReturn
 import typer
 
 import vtoken
-from vtoken.cli import generate, models
+from vtoken.cli import bench, eval, generate, models, policies
 from vtoken.cli.options import as_flags
 
 _ABOUT = """
-An LLM engine on a paged KV cache, built for token-level eviction; policies are not there yet.
+An LLM engine on a paged KV cache in which an evicted token's memory comes back.
 
 Start with a small real model (about 100 MB to download):
 
@@ -34,6 +34,9 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.add_typer(models.app, name="models")
+app.command("policies")(policies.policies)
+app.add_typer(bench.app, name="bench")
+app.command("eval")(eval.evaluate)
 
 
 def _print_version(asked: bool) -> None:

@@ -90,11 +90,28 @@ def _length(text: str) -> int | str:
         raise typer.BadParameter(f"{text!r} is neither a whole number nor 'auto'") from None
 
 
+def read_budget(text: str) -> int | float:
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a whole number or a share such as 0.5, got {text!r}") from None
+
+
+def _range(text: str) -> tuple[int, int]:
+    start, dash, end = text.partition("-")
+    if not (dash and start.isdigit() and end.isdigit()):
+        raise typer.BadParameter(f"expected START-END in token positions, such as 0-24, got {text!r}")
+    return int(start), int(end)
+
+
 # Settings that read more than their type says: how, and what `--help` calls the value.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "kv_memory": (_size, "SIZE"),
     "swap_space": (_size, "SIZE"),
     "max_model_len": (_length, "TOKENS|auto"),
+    "kv_policy": (str, "NAME"),
+    "kv_budget": (read_budget, "TOKENS|SHARE"),
+    "kv_pin": (_range, "START-END"),
     "max_tokens": (_count_or_all, f"TOKENS|{ALL}"),
 }
 _READERS_BY_TYPE: dict[Any, tuple[Callable[[str], Any], str]] = {
@@ -171,6 +188,8 @@ def _value_type(annotation: Any) -> Any:
     """The type of a setting as the command line reads it: None and constraints aside."""
     if get_origin(annotation) is Annotated:
         return _value_type(get_args(annotation)[0])
+    if annotation is Any:
+        return str  # read by a reader of its own
     if get_origin(annotation) is tuple:
         return list[_value_type(get_args(annotation)[0])]  # type: ignore[misc]
     if isinstance(annotation, type) or get_origin(annotation) is Literal:

@@ -32,12 +32,26 @@ def memory_table(stats: EngineStats) -> Table:
     row("forgotten", memory.blocks_forgotten, "cached blocks given up for new ones")
     row("preemptions", scheduler.preemptions, _preempted(stats))
     if memory.tokens_evicted:
-        row("evicted", memory.tokens_evicted, f"tokens; {memory.blocks_reclaimed:,} blocks came back")
+        row(
+            "evicted",
+            memory.tokens_evicted,
+            f"tokens: {scheduler.tokens_evicted_at_places:,} at fixed places, "
+            f"{scheduler.tokens_evicted_under_pressure:,} when blocks were short",
+        )
+        row("blocks returned", memory.blocks_reclaimed, _returned(stats))
     row("tokens computed", scheduler.tokens_computed, f"in {scheduler.steps:,} steps")
     # A figure of its own, no part of the one above: the last token of an answer is drawn and never computed.
     row("tokens drawn", scheduler.tokens_generated, "of the answers, all choices together")
     row("speed", f"{stats.tokens_per_second:.1f}", f"answer tokens a second, over {stats.busy_seconds:.1f} s of work")
     return table
+
+
+def _returned(stats: EngineStats) -> str:
+    memory, moved = stats.memory, stats.memory.tokens_relocated * stats.bytes_per_block // stats.usage.block_size
+    return (
+        f"by running sequences: {memory.blocks_reclaimed_dead:,} fully dead, {memory.blocks_reclaimed_packed:,} packed "
+        f"by moving {memory.tokens_relocated:,} tokens ({format_bytes(moved)})"
+    )
 
 
 def _preempted(stats: EngineStats) -> str:

@@ -1,0 +1,59 @@
+"""A real model in this process as the place where an arm runs. Apart from the rest, since it imports torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from vtoken.base.clock import MonotonicClock
+from vtoken.base.config import EngineConfig
+from vtoken.bench.roofline import StepSeconds
+from vtoken.bench.stages import Setting
+from vtoken.engine.build import build_engine
+from vtoken.executor.local import LocalExecutor
+from vtoken.schedule.plan import StepPlan, StepResult
+
+
+class EngineStage:
+    """A real model, timed by the machine's clock. `model` is what `EngineConfig` takes."""
+
+    def __init__(self, setting: Setting, model: str) -> None:
+        self._clock = MonotonicClock()
+        config = EngineConfig(
+            model=model,
+            skip_tokenizer_init=True,
+            block_size=setting.block_size,
+            num_blocks=setting.num_blocks,
+            max_model_len=setting.max_model_len,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.max_num_batched_tokens,
+            enable_prefix_caching=False,
+            prefault_kv=True,
+            kv_policy=setting.policy,
+            kv_budget=setting.budget,
+            kv_trigger=setting.trigger,
+            kv_mode=setting.arm,
+            kv_copies=setting.copies,
+        )
+        engine = build_engine(config, self._clock)
+        assert isinstance(engine.executor, LocalExecutor), "one process, so copies can be timed by themselves"
+        self._engine, self._executor = engine, engine.executor
+        self.scheduler = engine.scheduler
+        self.vocab_size = engine.facts.vocab_size
+        self.bytes_per_token = engine.facts.bytes_per_block // setting.block_size
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def wait_until(self, when: float) -> None:
+        time.sleep(max(0.0, when - self._clock.now()))
+
+    def execute(self, plan: StepPlan) -> tuple[StepResult, StepSeconds]:
+        started = time.perf_counter()
+        self._executor.copies.run(plan.copies)  # what `execute` would begin with
+        copied = time.perf_counter()
+        result = self._executor.execute(replace(plan, copies=()))
+        return result, StepSeconds(time.perf_counter() - copied, copied - started if plan.copies else 0.0)
+
+    def close(self) -> None:
+        self._engine.close()

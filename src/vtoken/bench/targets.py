@@ -1,0 +1,339 @@
+"""What was promised, as data: what is wanted, what was measured, and why where the two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from vtoken.bench.report import Comparison, Report, RunReport, Sweep, TargetReport, Verdict
+
+SMALLEST_REDUCTION: Final = 0.272  # of retained blocks against naive eviction: published (arXiv:2608.13263), as are
+LARGEST_REDUCTION: Final = 0.723  # these
+THROUGHPUT_GAIN: Final = 1.37
+CONCURRENCY_GAIN: Final = 2.0
+DECODE_P95_CUT: Final = 0.275
+CEILING_GAP: Final = 0.02
+SLA: Final = 1.05
+MOST_OVERHEAD: Final = 0.01
+
+BY_ATTENTION: Final = frozenset({"h2o", "scissorhands", "tova", "snapkv", "rkv"})  # whose survivors are heavy hitters
+
+
+def evaluate(report: Report) -> list[TargetReport]:
+    """All targets, in the order of the issue that states them."""
+    workloads = [workload.name for workload in report.workloads]
+    targets = [_same_victims(report), _floor(report), _smallest_reduction(report), *_ceiling(report)]
+    targets += [_concurrency(report, name) for name in workloads]
+    targets += [_throughput(report, name) for name in workloads]
+    targets += [_decode_p95(report), _steady(report), _overhead(report)]
+    return targets
+
+
+def _target(
+    name: str,
+    requirement: str,
+    statement: str,
+    how: str,
+    wanted: float,
+    unit: str,
+    *,
+    measured: float | None,
+    is_met: bool,
+    where: str = "",
+    why: str = "",
+) -> TargetReport:
+    verdict: Verdict = "not measured" if measured is None else "met" if is_met else "missed"
+    return TargetReport(name, requirement, statement, how, wanted, measured, unit, verdict, where, why)
+
+
+def _same_victims(report: Report) -> TargetReport:
+    different = [one for one in report.comparisons if not one.has_same_victims]
+    count = len(report.comparisons)
+    return _target(
+        "same victims",
+        "V6",
+        "the arms that evict have the same victims",
+        "hash over request, position and length at death of every evicted token, against naive's",
+        1.0,
+        "share",
+        measured=1 - len(different) / count if count else None,
+        is_met=not different,
+        where=f"{count} comparisons" if not different else f"{different[0].cell}, {different[0].arm}",
+    )
+
+
+def _floor(report: Report) -> TargetReport:
+    runs = [run for run in report.runs if run.arm == "vtoken" and run.metrics.drained_samples]
+    worst = max(runs, key=lambda run: (run.metrics.beyond_floor_share, run.metrics.blocks_over_floor), default=None)
+    most = max((run.metrics.blocks_over_floor for run in runs), default=0)
+    is_met = worst is not None and worst.metrics.beyond_floor_share == 0
+    why = f"at most {most} more than the floor in any of {len(runs)} runs"
+    if worst is not None and not is_met:
+        why = (
+            f"{worst.metrics.beyond_floor_share:.2%} of {worst.metrics.drained_samples} (sequence, step) pairs hold "
+            f"more, at most {worst.metrics.blocks_over_floor} blocks; {worst.metrics.unused_blocks:.2f} blocks a "
+            "sequence were given out for tokens to come and never used"
+        )
+    return _target(
+        "retained blocks at the floor",
+        "X6",
+        "within 2 % or one block of ceil(live / B) for each sequence, in every vtoken run, whenever reclaim was due",
+        "share of (sequence, step) pairs beyond that, of those in which reclaim had given all that could come back",
+        0.0,
+        "share",
+        measured=None if worst is None else worst.metrics.beyond_floor_share,
+        is_met=is_met,
+        where="" if worst is None else str(worst.cell),
+        why=why if worst is not None else "no vtoken run was short of blocks",
+    )
+
+
+def _smallest_reduction(report: Report) -> TargetReport:
+    ones = [one for one in _against_naive(report) if _name(one.cell.policy) in BY_ATTENTION]
+    worst = min(ones, key=lambda one: one.reduction, default=None)
+    why = ""
+    if worst is not None and worst.reduction < SMALLEST_REDUCTION:
+        why = (
+            f"{_missed_by(SMALLEST_REDUCTION - worst.reduction)}: without a block above the floor it would be "
+            f"{worst.possible:.1%}, since naive retains {worst.naive_retained_blocks:.1f} blocks a request and the "
+            f"floor is {worst.floor_blocks:.1f}; in fractions of blocks scattered survivors would allow "
+            f"{worst.ceiling:.1%}"
+        )
+        rest = [one for one in ones if one.reduction >= SMALLEST_REDUCTION]
+        why += f"; {len(rest)} of {len(ones)} settings reach the target"
+    return _target(
+        "retained blocks against naive",
+        "V19",
+        "at least 27.2 % fewer where survivors are those that drew attention",
+        "1 - vtoken's blocks / naive's, means over the (request, length) pairs at which both were short; the smallest "
+        "of all settings of attention policies",
+        SMALLEST_REDUCTION,
+        "share",
+        measured=None if worst is None else worst.reduction,
+        is_met=worst is not None and worst.reduction >= SMALLEST_REDUCTION,
+        where="" if worst is None else str(worst.cell),
+        why=why,
+    )
+
+
+def _ceiling(report: Report) -> list[TargetReport]:
+    ones = [one for one in _against_naive(report) if _name(one.cell.policy) == "random"]
+    worst = max(ones, key=lambda one: one.ceiling - one.reduction, default=None)
+    gap = None if worst is None else worst.ceiling - worst.reduction
+    why = ""
+    if worst is not None and gap is not None and gap > CEILING_GAP:
+        why = (
+            f"{_missed_by(gap - CEILING_GAP)}: blocks are whole. Here naive retains "
+            f"{worst.naive_retained_blocks:.1f} blocks a request and {worst.floor_blocks:.1f} are the least that hold "
+            f"what lives, which allows {worst.possible:.1%} of the {worst.ceiling:.1%} that fractions of blocks would; "
+            f"vtoken reaches {worst.reduction:.1%}"
+        )
+        rest = [one for one in ones if one.ceiling - one.reduction <= CEILING_GAP]
+        why += f"; {len(rest)} of {len(ones)} settings are within 2 points"
+    best = max(_against_naive(report), key=lambda one: one.reduction, default=None)
+    return [
+        _target(
+            "reduction against its ceiling",
+            "V19",
+            "within 2 points of 1 - p / (1 - (1-p)^B) for scattered survivors",
+            "ceiling minus reduction against naive, the largest of all settings of the policy `random`",
+            CEILING_GAP,
+            "share",
+            measured=gap,
+            is_met=gap is not None and gap <= CEILING_GAP,
+            where="" if worst is None else str(worst.cell),
+            why=why,
+        ),
+        _target(
+            "largest reduction",
+            "V19",
+            "72.3 % where the erased share of all tokens allows it",
+            "the largest reduction against naive of all settings",
+            LARGEST_REDUCTION,
+            "share",
+            measured=None if best is None else best.reduction,
+            is_met=best is not None and best.reduction >= LARGEST_REDUCTION,
+            where="" if best is None else str(best.cell),
+            why=_why_not_largest(best),
+        ),
+    ]
+
+
+def _why_not_largest(best: Comparison | None) -> str:
+    if best is None or best.reduction >= LARGEST_REDUCTION:
+        return ""
+    if best.ceiling < LARGEST_REDUCTION:
+        return (
+            f"not allowed here: with {best.cell.ratio:.0%} of the text erased the ceiling is {best.ceiling:.1%}; a "
+            "ratio of 0.75 allows it"
+        )
+    return f"{_missed_by(LARGEST_REDUCTION - best.reduction)}; without a block above the floor: {best.possible:.1%}"
+
+
+def _concurrency(report: Report, workload: str) -> TargetReport:
+    pairs = _pairs(report.sweeps, workload)
+    best = max(pairs, key=_concurrency_gain, default=None)
+    measured = None if best is None else _concurrency_gain(best)
+    why = ""
+    if best is not None and measured is not None:
+        why = f"{best[1].sustained} -> {best[0].sustained} requests"
+        if measured < CONCURRENCY_GAIN:
+            why += f"; {_missed_by(CONCURRENCY_GAIN - measured, 'x')}: {_why_few(report, best[0])}"
+    return _target(
+        f"concurrency, {workload}",
+        "V19",
+        "at least twice as many requests at once as naive, without a preemption, in one setting of the workload",
+        "largest limit on requests at once at which as many ran and none was preempted, by bisection; vtoken / naive",
+        CONCURRENCY_GAIN,
+        "x",
+        measured=measured,
+        is_met=measured is not None and measured >= CONCURRENCY_GAIN,
+        where="" if best is None else str(best[0].cell),
+        why=why,
+    )
+
+
+def _why_few(report: Report, sweep: Sweep) -> str:
+    run = next((run for run in report.runs if run.cell == sweep.cell and run.arm == "vtoken"), None)
+    if run is None:
+        return "the pool bounds it"
+    return (
+        f"a request retains {run.metrics.retained_blocks:.1f} blocks on the mean, but is let in with the peak of its "
+        f"prompt (budget and prefill stride), and the pool has {sweep.cell.num_blocks}"
+    )
+
+
+def _throughput(report: Report, workload: str) -> TargetReport:
+    pairs = [pair for pair in _pairs(report.sweeps, workload) if pair[1].throughput_within > 0]
+    best = max(pairs, key=_throughput_gain, default=None)
+    measured = None if best is None else _throughput_gain(best)
+    why = ""
+    if best is not None and measured is not None:
+        vtoken, naive = best
+        why = f"{naive.throughput_within:.0f} -> {vtoken.throughput_within:.0f} answer tokens a second"
+        if measured < THROUGHPUT_GAIN:
+            why += f"; {_missed_by(THROUGHPUT_GAIN - measured, 'x')}: {_why_slow(vtoken)}"
+    return _target(
+        f"throughput within the SLA, {workload}",
+        "V19",
+        "at least 1.37 x naive under pressure, with decode p95 <= 1.05 x native",
+        "most answer tokens a second over a sweep of limits on requests at once, of the points that keep the limit",
+        THROUGHPUT_GAIN,
+        "x",
+        measured=measured,
+        is_met=measured is not None and measured >= THROUGHPUT_GAIN,
+        where="" if best is None else str(best[0].cell),
+        why=why,
+    )
+
+
+def _why_slow(sweep: Sweep) -> str:
+    most = max(sweep.points, key=lambda point: point.throughput)
+    if most.decode_p95 > sweep.p95_limit:
+        return (
+            f"memory would allow {most.throughput:.0f} with {most.peak_running} at once, but then decode p95 is "
+            f"{most.decode_p95 * 1e3:.2f} ms and the limit {sweep.p95_limit * 1e3:.2f} ms"
+        )
+    return f"{most.peak_running} at once is all there is to run, or all that fits"
+
+
+def _decode_p95(report: Report) -> TargetReport:
+    native = {_place(run): run for run in report.runs if run.arm == "native"}
+    pairs = [(run, native[_place(run)]) for run in report.runs if run.arm == "vtoken" and _place(run) in native]
+    best = max((pair for pair in pairs if pair[1].metrics.decode_p95), key=_p95_cut, default=None)
+    measured = None if best is None else _p95_cut(best)
+    return _target(
+        "decode p95 (published, not promised)",
+        "V19",
+        "27.5 % to 47.8 % below the baseline's",
+        "1 - vtoken's decode p95 / native's, both with no limit on requests at once; the largest of all settings",
+        DECODE_P95_CUT,
+        "share",
+        measured=measured,
+        is_met=measured is not None and measured >= DECODE_P95_CUT,
+        where="" if best is None else str(best[0].cell),
+        why=""
+        if best is None
+        else f"with {best[0].metrics.mean_running:.1f} requests at once on the mean, native has "
+        f"{best[1].metrics.mean_running:.1f}: more tokens a second, and each step reads more",
+    )
+
+
+def _steady(report: Report) -> TargetReport:
+    probe = report.steady
+    is_telling = probe is not None and probe.tokens_evicted > 0
+    return _target(
+        "copies in steady decode",
+        "X1",
+        "0 bytes copied while answers grow at a fixed budget",
+        "bytes relocated in the steps in which every sequence decodes, from a stride after the last prompt on, in a "
+        "pool that is just large enough",
+        0.0,
+        "bytes",
+        measured=float(probe.bytes_copied) if probe is not None and is_telling else None,
+        is_met=probe is not None and probe.bytes_copied == 0,
+        where="" if probe is None else f"{probe.policy}, budget {probe.budget}, {probe.num_blocks} blocks",
+        why="" if probe is None else f"{probe.tokens_evicted} tokens died in {probe.steps} steps",
+    )
+
+
+def _overhead(report: Report) -> TargetReport:
+    probe = report.overhead
+    why = ""
+    if probe is not None:
+        why = (
+            f"{probe.reclaim_plans} reclaim plans, {probe.tokens_evicted} tokens evicted; median decode step "
+            f"{probe.native_step_seconds * 1e3:.3f} -> {probe.vtoken_step_seconds * 1e3:.3f} ms"
+        )
+        if probe.overhead >= MOST_OVERHEAD:
+            why += (
+                f"; {_missed_by(probe.overhead - MOST_OVERHEAD)}: {probe.host_share:.0%} of it is the host's, the "
+                "rest the gathering of the policy's statistics"
+            )
+    return _target(
+        "overhead with the pool half empty",
+        "V12",
+        "under 1 % of the native arm's decode step",
+        "median decode step (device and host) with a policy ready to act under pressure, against native",
+        MOST_OVERHEAD,
+        "share",
+        measured=None if probe is None else probe.overhead,
+        is_met=probe is not None and probe.overhead < MOST_OVERHEAD,
+        where="" if probe is None else f"{probe.policy}, {probe.num_blocks} blocks, {probe.peak_held_blocks} held",
+        why=why,
+    )
+
+
+def _against_naive(report: Report) -> list[Comparison]:
+    return [one for one in report.comparisons if one.arm == "vtoken" and one.places]
+
+
+def _pairs(sweeps: Iterable[Sweep], workload: str) -> list[tuple[Sweep, Sweep]]:
+    """(vtoken, naive) of the same cell."""
+    naive = {sweep.cell: sweep for sweep in sweeps if sweep.arm == "naive"}
+    ours = [sweep for sweep in sweeps if sweep.arm == "vtoken" and sweep.cell.workload == workload]
+    return [(sweep, naive[sweep.cell]) for sweep in ours if sweep.cell in naive]
+
+
+def _concurrency_gain(pair: tuple[Sweep, Sweep]) -> float:
+    return pair[0].sustained / max(1, pair[1].sustained)
+
+
+def _throughput_gain(pair: tuple[Sweep, Sweep]) -> float:
+    return pair[0].throughput_within / pair[1].throughput_within
+
+
+def _p95_cut(pair: tuple[RunReport, RunReport]) -> float:
+    return 1 - pair[0].metrics.decode_p95 / pair[1].metrics.decode_p95
+
+
+def _place(run: RunReport) -> tuple[str, int, int]:
+    return run.cell.workload, run.cell.block_size, run.cell.num_blocks
+
+
+def _name(policy: str) -> str:
+    return policy.partition(":")[0]
+
+
+def _missed_by(amount: float, unit: str = "points") -> str:
+    return f"missed by {amount:.2f} x" if unit == "x" else f"missed by {amount * 100:.1f} points"

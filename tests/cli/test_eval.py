@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny_models
+from tests.cli.conftest import Ran
+from vtoken.evals import evaluate
+
+Vtoken = Callable[..., Ran]
+SMALL = ("--num-blocks", "400", "--attention-backend", "reference")
+H2O = ("--policy", "h2o", "--budget", "64")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A token is a byte."""
+    return str(tiny_models.save_llama(tmp_path_factory.mktemp("plain"), tokenizer=True))
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    file = tmp_path / "questions.jsonl"
+    records = [
+        {"context": f"It was {color}." * 8, "question": "What?", "answers": [color]} for color in ("red", "blue")
+    ]
+    file.write_text("\n".join(map(json.dumps, records)))
+    return str(file)
+
+
+def test_perplexity(vtoken: Vtoken, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file, picture = tmp_path / "found.json", tmp_path / "found.svg"
+    text = tmp_path / "story.txt"
+    text.write_text("Once upon a time there was a cat. " * 20)
+    line = ("--length", "256", "--limit", "2", "--text", str(text), *H2O, "--budget", "0.5")
+    ran = vtoken("eval", model, *line, "--json", str(file), "--plot", str(picture), *SMALL)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("perplexity: 2 windows of 256 tokens of story.txt")
+    first = [row.split()[0] for row in ran.out.splitlines() if row.split()]
+    assert first == ["perplexity:", "policy", "full", "h2o", "h2o"]
+    found = json.loads(file.read_text())
+    assert [(outcome["policy"], outcome["budget"]) for outcome in found["outcomes"]] == [
+        (None, None),
+        ("h2o", 64),
+        ("h2o", 0.5),
+    ]
+    assert found["outcomes"][1]["kv_prefill_stride"] == 64
+    assert found["outcomes"][1]["retained_bytes"] < found["outcomes"][0]["retained_bytes"]
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_needle(vtoken: Vtoken, model: str) -> None:
+    line = ("--task", "needle", "--length", "120", "--length", "150", "--depth", "0.5", "--limit", "1")
+    ran = vtoken("eval", model, *line, *H2O, "--kv-cache-dtype", "int8", "--kv-cache-dtype", "auto", *SMALL)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("needle: 2 numbers of 6 digits")
+    assert ran.out.count("120 tokens") == 4  # a grid for each setting
+
+
+def test_questions(vtoken: Vtoken, model: str, questions: str) -> None:
+    ran = vtoken("eval", model, "--task", "qa", "--file", questions, "--limit", "1", *H2O, "--question-known", *SMALL)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("qa: 1 of 2 questions of questions.jsonl; tokens die after the question")
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
+    "task": (("--task", "poetry"), "poetry"),
+    "policy": (("--policy", "h3o", "--budget", "9"), "unknown --kv-policy 'h3o'"),
+    "budget": (("--policy", "h2o", "--budget", "many"), "expected a whole number or a share such as 0.5, got 'many'"),
+    "no budget": (("--policy", "h2o"), "--budget: expected at least one"),
+    "share": (("--policy", "h2o", "--budget", "1.5"), "--kv-budget: expected a whole number of tokens"),
+    "too small": (("--policy", "streaming_llm", "--budget", "3"), "is too small for streaming_llm"),
+    "format": (("--kv-cache-dtype", "int9"), "--kv-cache-dtype: unknown format 'int9'"),
+    "text": (("--text", "/no/such/file"), "--text: /no/such/file cannot be read: No such file or directory"),
+    "no file": (("--task", "qa"), "--file: the task qa needs a file of questions"),
+    "file": (("--task", "qa", "--file", "/no/such/file"), "--file: /no/such/file cannot be read"),
+    "of another task": (("--file", "x"), "--file: the task perplexity takes none; it is for qa"),
+    "depth": (("--task", "needle", "--depth", "1.5"), "--depth: expected a share from 0 to 1, got 1.5"),
+    "length": (("--length", "2"), "--length: expected a whole number of tokens from 4 up, got 2"),
+    "lengths": (("--length", "20", "--length", "30"), "--length: the task perplexity takes one length"),
+    "limit": (("--limit", "0"), "--limit: expected a whole number from 1 up, got 0"),
+    "json": (("--json", "/no/such/folder/x.json"), "--json: there is no folder /no/such/folder"),
+    "plot": (("--plot", "x.doc"), "--plot: 'x.doc' is no picture"),
+    "folder": (("--json", "/tmp"), "--json: /tmp is a folder; give the name of a file in it"),
+    "known": (("--question-known",), "--question-known: the task perplexity takes none; it is for needle and qa"),
+    "engine": (("--block-size", "3"), "--block-size: expected a whole number of tokens from 4 to 256, got 3"),
+    "stride": ((*H2O, "--kv-stride", "0"), "--kv-stride: expected a whole number of tokens from 1 up"),
+    "short text": (("--length", "1000000"), "--length: the letters of Mary Shelley"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line_before_the_weights_are_read(
+    vtoken: Vtoken, model: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(evaluate, "LLM", never)
+    line, message = MISTAKES[name]
+    ran = vtoken("eval", model, *line)
+    assert ran.code == 2
+    assert ran.err.startswith("error: ")
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_model_that_is_not_there(vtoken: Vtoken) -> None:
+    ran = vtoken("eval", "/no/such/model")
+    assert ran.code == 2
+    assert "/no/such/model" in ran.err
+    assert ran.err.count("\n") == 1
