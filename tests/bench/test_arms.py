@@ -117,11 +117,6 @@ def test_victims_are_those_of_the_first_round() -> None:
     assert refilled.tokens_generated > plain.tokens_generated
 
 
-def test_a_run_ends_when_it_has_drawn_enough() -> None:
-    found = run_arm(setting("naive"), JOBS, start, seed=0, refill=True, most_tokens=100)
-    assert 100 <= found.metrics.tokens_generated <= 100 + found.metrics.peak_running
-
-
 def test_jobs_are_added_when_they_arrive() -> None:
     jobs = [Job(0.0, 20, 5), Job(100.0, 20, 5)]
     found = run("native", jobs)

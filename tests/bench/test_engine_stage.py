@@ -43,6 +43,7 @@ def test_time_is_the_machines(runs: dict[str, Run]) -> None:
         steps = run.recording.steps
         spent = steps["forward"] + steps["copies"] + steps["planning"] + steps["applying"]
         assert 0 < float(spent.sum()) <= run.metrics.seconds
+        assert steps["taken"] == pytest.approx(spent)
         assert (steps["copies"] > 0).sum() <= (steps["relocated"] > 0).sum() + run.metrics.preemptions
 
 

@@ -58,15 +58,15 @@ def recording(samples: list[tuple], steps: list[np.ndarray] | None = None, block
 def test_a_runs_figures() -> None:
     steps = [
         step(1.0, forward=0.9, copies=0.1, held=4, partly=1, holes=4, tail=2, running=2, planning=0.01),
-        step(3.0, forward=2.0, is_decode=True, held=8, partly=4, holes=4, tail=0, running=4, planning=0.03),
+        step(3.0, taken=2.5, forward=2.0, is_decode=True, held=8, partly=4, holes=4, tail=0, running=4, planning=0.03),
     ]
     # Floors are 1, 2 and 2 blocks of 4.
     samples = [sample(0, 9, 2, 4), sample(0, 10, 2, 5), sample(1, 9, 4, 8, drained=False)]
     steps[0]["drawn"], steps[1]["drawn"] = 2, 4
     found = summarize(recording(samples, steps), TOTALS, bytes_per_token=100)
     assert (found.steps, found.seconds, found.throughput) == (2, 3.0, 2.0)
-    assert (found.decode_p50, found.decode_p95) == (3.0, pytest.approx(4.8))
-    assert (found.decode_step_p50, found.decode_step_p95) == (2.0, 2.0), "steps in which every sequence decodes"
+    assert (found.token_gap_p50, found.token_gap_p95) == (3.0, pytest.approx(4.8))
+    assert (found.decode_p50, found.decode_p95) == (2.5, 2.5), "steps in which every sequence decodes"
     assert found.first_token_p50 == 10.0
     assert (found.drained_samples, found.unused_blocks) == (2, 1.0)
     assert found.partly_used_share == pytest.approx((1 / 4 + 4 / 8) / 2)

@@ -117,6 +117,17 @@ def test_throughput_is_compared_within_the_sla() -> None:
     )
 
 
+def test_decode_p95_is_compared_with_as_many_at_once_as_native_sustains() -> None:
+    name = "decode p95 (published, not promised)"
+    found = target(name)
+    assert found.measured == pytest.approx(1 / 3)
+    assert found.where == f"{CELL}, 4 at once", "with 8 at once native preempts"
+    missed = target(name, sweeps=[sweep("native"), sweep("vtoken")])
+    assert (missed.verdict, missed.measured) == ("missed", 0.0)
+    assert missed.why.startswith("missed by 27.5 points")
+    assert target(name, sweeps=[sweep("vtoken")]).verdict == "not measured"
+
+
 def test_a_single_byte_in_steady_decode_is_a_miss_and_no_death_is_no_proof() -> None:
     steady = report().steady
     assert steady is not None

@@ -17,8 +17,11 @@ from vtoken.policies.registry import resolve_policy
 
 pytestmark = pytest.mark.slow  # minutes: whole matrices on the simulated device
 
-# Long texts in small blocks, so that rounding to whole blocks is little.
-TEXTS = Workload("texts", "made by hand", tuple(Job(0.0, 400 + 16 * i, 120) for i in range(16)))
+# Prompts are cut every 64 tokens: with the usual 512 a request would be let in with blocks that it never uses.
+POLICIES = ("h2o:prefill_stride=64", "random:prefill_stride=64")
+
+# Texts of many blocks, so that rounding to whole ones is little.
+TEXTS = Workload("texts", "made by hand", tuple(Job(0.0, 1200 + 20 * i, 48) for i in range(6)))
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def report() -> Report:
     config = BenchConfig(
         place=Place(start, {}),
         workloads=(TEXTS,),
-        policies={name: resolve_policy(name) for name in ("h2o", "random")},
+        policies={name: resolve_policy(name) for name in POLICIES},
         ratios=(0.3, 0.7),
         block_sizes=(16,),
         is_coarse=True,
@@ -46,16 +49,16 @@ def verdicts(report: Report) -> dict[str, str]:
 
 
 def test_heavy_hitters_retain_at_least_27_2_percent_fewer_blocks(report: Report) -> None:
-    ones = [one for one in report.comparisons if one.cell.policy == "h2o" and one.arm == "vtoken"]
+    ones = [one for one in report.comparisons if one.cell.policy == POLICIES[0] and one.arm == "vtoken"]
     assert len(ones) == 2
     for one in ones:
         assert one.has_same_victims
         assert one.reduction >= SMALLEST_REDUCTION - 0.01, "27.2 % within a point, at a ratio that allows 30 %"
-    assert max(one.reduction for one in ones) >= 0.6
+    assert max(one.reduction for one in ones) >= 0.5
 
 
 def test_scattered_survivors_come_within_two_points_of_the_ceiling(report: Report) -> None:
-    ones = [one for one in report.comparisons if one.cell.policy == "random" and one.arm == "vtoken"]
+    ones = [one for one in report.comparisons if one.cell.policy == POLICIES[1] and one.arm == "vtoken"]
     for one in ones:
         assert one.ceiling - one.reduction <= CEILING_GAP
     assert max(one.reduction for one in ones) >= LARGEST_REDUCTION, "where three quarters of the text are erased"

@@ -49,7 +49,6 @@ def run_arm(
     *,
     seed: int,
     refill: bool = False,
-    most_tokens: int | None = None,
     pictures: bool = False,
 ) -> Run:
     """Run jobs, in the order of their arrival, until all have their answers.
@@ -59,7 +58,6 @@ def run_arm(
         seed: of the prompts that jobs do not bring themselves.
         refill: let the jobs in again, with other prompts, whenever few wait, until those of the first round have their
             answers: so that the last ones do not run alone, and memory stays short.
-        most_tokens: stop when so many answer tokens have been drawn, whoever is still running.
         pictures: keep a map of the pool before and after its largest reclaim.
 
     Raises EngineError if a request ends with an error, ConfigError or RequestError for what could never run.
@@ -91,8 +89,6 @@ def run_arm(
                     raise EngineError(f"arm {setting.arm}: request {request.request_id} failed: {request.error}")
                 if request.index < len(jobs):
                     deaths[request.index] = request.sequences[0].died_at
-            if most_tokens is not None and scheduler.counters.tokens_generated >= most_tokens:
-                break
         recording = recorder.recording()
         warm_up = WARM_UP if refill else 0.0
         metrics = summarize(recording, _totals(scheduler, deaths), stage.bytes_per_token, warm_up)
@@ -114,7 +110,7 @@ def _step(stage: Stage, recorder: Recorder, begin: float) -> None:
     executed = time.perf_counter()
     drawn = scheduler.apply(result)
     applied = time.perf_counter() - executed
-    recorder.applied(drawn, stage.now() - begin, seconds.forward, seconds.copies, applied)
+    recorder.applied(drawn, stage.now() - begin, seconds, applied, counts_host=stage.counts_host)
 
 
 def _params(setting: Setting, job: Job) -> tuple[SamplingParams, bool]:

@@ -17,6 +17,8 @@ from vtoken.schedule.plan import StepPlan, StepResult
 class EngineStage:
     """A real model, timed by the machine's clock. `model` is what `EngineConfig` takes."""
 
+    counts_host = True
+
     def __init__(self, setting: Setting, model: str) -> None:
         self._clock = MonotonicClock()
         config = EngineConfig(

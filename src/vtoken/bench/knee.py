@@ -13,7 +13,7 @@ class Point:
     limit: int
     peak_running: int  # that ran at once in fact
     throughput: float  # answer tokens a second
-    decode_p50: float  # s from one token to the next
+    decode_p50: float  # s of a step in which every sequence decodes
     decode_p95: float
     preemptions: int
 

@@ -28,10 +28,10 @@ class RunMetrics:
     tokens_computed: int
     throughput: float  # answer tokens a second
     # How long an answer's tokens took.
-    decode_p50: float  # s from one token of an answer to the next
+    decode_p50: float  # s of a step in which every sequence decodes
     decode_p95: float
-    decode_step_p50: float  # s of a step in which every sequence decodes
-    decode_step_p95: float
+    token_gap_p50: float  # s from one token of an answer to the next: others' prompts and preemptions are in it
+    token_gap_p95: float
     first_token_p50: float  # s from a request's arrival to its first token
     first_token_p95: float
     # Memory.
@@ -91,8 +91,7 @@ def summarize(recording: Recording, totals: Totals, bytes_per_token: int, warm_u
     """The figures of a finished run; `warm_up` is the share of the answer tokens that the throughput leaves out."""
     steps, samples, size = recording.steps, recording.samples, recording.block_size
     seconds = float(steps["time"][-1]) if len(steps) else 0.0
-    taken = steps["forward"] + steps["copies"]
-    decodes = taken[steps["is_decode"]]
+    decodes = steps["taken"][steps["is_decode"]]
     cells = np.maximum(steps["held"] * size, 1)
     floors = recording.floors
     drained = samples["is_drained"]
@@ -105,10 +104,10 @@ def summarize(recording: Recording, totals: Totals, bytes_per_token: int, warm_u
         tokens_generated=totals.tokens_generated,
         tokens_computed=totals.tokens_computed,
         throughput=throughput(recording, warm_up),
-        decode_p50=percentile(recording.token_gaps, 50),
-        decode_p95=percentile(recording.token_gaps, 95),
-        decode_step_p50=percentile(decodes, 50),
-        decode_step_p95=percentile(decodes, 95),
+        decode_p50=percentile(decodes, 50),
+        decode_p95=percentile(decodes, 95),
+        token_gap_p50=percentile(recording.token_gaps, 50),
+        token_gap_p95=percentile(recording.token_gaps, 95),
         first_token_p50=percentile(recording.first_token_seconds, 50),
         first_token_p95=percentile(recording.first_token_seconds, 95),
         tokens_erased=totals.tokens_erased,

@@ -26,7 +26,7 @@ from vtoken.base.host_memory import available_bytes
 from vtoken.base.units import format_bytes
 from vtoken.bench import knee
 from vtoken.bench.arms import Run, evicts, run_arm
-from vtoken.bench.jobs import Job, Workload
+from vtoken.bench.jobs import Job, Workload, shaped
 from vtoken.bench.metrics import reduction
 from vtoken.bench.pictures import picture
 from vtoken.bench.report import (
@@ -165,9 +165,10 @@ class ReclaimBench:
                         yield Cell(workload.name, name, ratio, size, num_blocks)
         # The largest published reduction needs more than 70 % erased, and texts so long that a block is little.
         longest = max(config.workloads, key=lambda workload: workload.mean_prompt + workload.mean_output)
-        if "random" in config.policies and max(config.ratios) < LARGEST_REDUCTION and len(config.ratios) > 1:
+        scattered = next((name for name in config.policies if name.partition(":")[0] == "random"), None)
+        if scattered is not None and max(config.ratios) < LARGEST_REDUCTION and len(config.ratios) > 1:
             size = min(config.block_sizes)
-            yield Cell(longest.name, "random", BEYOND_RATIO, size, config.num_blocks or pool_for(longest, size))
+            yield Cell(longest.name, scattered, BEYOND_RATIO, size, config.num_blocks or pool_for(longest, size))
 
     def _measure(self, cell: Cell) -> Any:
         """Run all arms of a cell. Returns its picture, for the first cell of each workload."""
@@ -214,16 +215,14 @@ class ReclaimBench:
         return run
 
     def _point(self, cell: Cell, arm: Arm, limit: int) -> knee.Point:
-        """One arm with at most `limit` requests at once, for as many answer tokens as the jobs have."""
+        """One arm with at most `limit` requests at once, all there from the start, until every job has its answer."""
         self._progress.set_postfix_str(f"{cell}: {arm}, at most {limit} at once")
-        jobs = self._workload(cell.workload).jobs
         metrics = run_arm(
             replace(self._setting(cell, arm), max_num_seqs=limit),
-            jobs,
+            shaped(self._workload(cell.workload).jobs, at_once=True),
             self.config.place.start,
             seed=self.config.seed,
             refill=True,
-            most_tokens=sum(job.num_output_tokens for job in jobs),
         ).metrics
         return knee.Point(
             limit,

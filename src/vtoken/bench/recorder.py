@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from vtoken.bench.roofline import StepSeconds
 from vtoken.bench.slot_map import SlotMap, SlotWatch
 from vtoken.memory import bits
 from vtoken.memory.block_table import EMPTY
@@ -20,6 +21,7 @@ from vtoken.schedule.sequence import Sequence
 STEP: Final = np.dtype(
     [
         ("time", np.float64),  # s, the run's clock when the step was over
+        ("taken", np.float64),  # s, the step with its copies, and the host's part where that is on the run's clock
         ("forward", np.float64),  # s, the step without its copies
         ("copies", np.float64),  # s that the step waited for copies
         ("planning", np.float64),  # s of host time in `schedule()`
@@ -98,7 +100,7 @@ class Recorder:
         self._peak_held = self._peak_running = self._unpreempted = 0
         self._watch = SlotWatch(scheduler) if pictures else None
         self._num_decisions = 0
-        self._planned: tuple[object, ...] = ()
+        self._planned: tuple[float, ...] = ()
 
     def before(self) -> None:
         """A step is about to be planned."""
@@ -132,13 +134,15 @@ class Recorder:
         )
 
     def applied(
-        self, drawn: Iterable[tuple[Sequence, int]], now: float, forward: float, copies: float, seconds: float
+        self, drawn: Iterable[tuple[Sequence, int]], now: float, took: StepSeconds, seconds: float, *, counts_host: bool
     ) -> None:
-        """The step is over at `now`: what it took, and how long its result took to enter."""
+        """The step is over at `now`: what it took, and how long its result took to enter. `counts_host`: planning and
+        entering are on the run's clock."""
         planning, *facts = self._planned
+        taken = took.total + (planning + seconds if counts_host else 0.0)
         counters = self._scheduler.counters
         totals = (counters.preemptions, self._memory.counters.tokens_evicted)
-        self._steps.append((now, forward, copies, planning, seconds, *facts, *totals))
+        self._steps.append((now, taken, took.forward, took.copies, planning, seconds, *facts, *totals))
         for sequence, _ in drawn:
             last = self._last_token.get(sequence)
             if last is None:

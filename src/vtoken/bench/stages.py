@@ -44,6 +44,7 @@ class Stage(Protocol):
     scheduler: Scheduler
     vocab_size: int
     bytes_per_token: int
+    counts_host: bool  # the run's clock goes on while the host plans
 
     def now(self) -> float:
         """Seconds of the run's clock, the scheduler's too."""
@@ -64,6 +65,7 @@ class SimulatedStage:
     """A clock that is turned by what a roofline says of each step; tokens and attention are made up by hash."""
 
     vocab_size = 32_000
+    counts_host = False
 
     def __init__(self, setting: Setting, shape: ModelShape, device: Device) -> None:
         self._clock = ManualClock()

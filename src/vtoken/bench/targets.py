@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from vtoken.bench.report import Comparison, Report, RunReport, Sweep, TargetReport, Verdict
+from vtoken.bench.report import Comparison, Report, Sweep, TargetReport, Verdict
 
 SMALLEST_REDUCTION: Final = 0.272  # of retained blocks against naive eviction: published (arXiv:2608.13263), as are
 LARGEST_REDUCTION: Final = 0.723  # these
@@ -238,24 +238,30 @@ def _why_slow(sweep: Sweep) -> str:
 
 
 def _decode_p95(report: Report) -> TargetReport:
-    native = {_place(run): run for run in report.runs if run.arm == "native"}
-    pairs = [(run, native[_place(run)]) for run in report.runs if run.arm == "vtoken" and _place(run) in native]
-    best = max((pair for pair in pairs if pair[1].metrics.decode_p95), key=_p95_cut, default=None)
-    measured = None if best is None else _p95_cut(best)
+    native = {sweep.cell: sweep for sweep in report.sweeps if sweep.arm == "native"}
+    cuts = [
+        (1 - point.decode_p95 / other.decode_p95, point.limit, sweep.cell)
+        for sweep in report.sweeps
+        if sweep.arm == "vtoken" and sweep.cell in native
+        for point in sweep.points
+        for other in native[sweep.cell].points
+        if other.limit == point.limit and other.is_sustained and other.decode_p95
+    ]
+    measured, limit, cell = max(cuts, key=lambda cut: cut[0], default=(None, 0, None))
     return _target(
         "decode p95 (published, not promised)",
         "V19",
         "27.5 % to 47.8 % below the baseline's",
-        "1 - vtoken's decode p95 / native's, both with no limit on requests at once; the largest of all settings",
+        "1 - vtoken's decode p95 / native's, both with as many requests at once as native sustains; the largest of all",
         DECODE_P95_CUT,
         "share",
         measured=measured,
         is_met=measured is not None and measured >= DECODE_P95_CUT,
-        where="" if best is None else str(best[0].cell),
+        where="" if cell is None else f"{cell}, {limit} at once",
         why=""
-        if best is None
-        else f"with {best[0].metrics.mean_running:.1f} requests at once on the mean, native has "
-        f"{best[1].metrics.mean_running:.1f}: more tokens a second, and each step reads more",
+        if measured is None or measured >= DECODE_P95_CUT
+        else f"{_missed_by(DECODE_P95_CUT - measured)}: dead tokens are not read, but most of what a step reads here "
+        "are the weights",
     )
 
 
@@ -321,14 +327,6 @@ def _concurrency_gain(pair: tuple[Sweep, Sweep]) -> float:
 
 def _throughput_gain(pair: tuple[Sweep, Sweep]) -> float:
     return pair[0].throughput_within / pair[1].throughput_within
-
-
-def _p95_cut(pair: tuple[RunReport, RunReport]) -> float:
-    return 1 - pair[0].metrics.decode_p95 / pair[1].metrics.decode_p95
-
-
-def _place(run: RunReport) -> tuple[str, int, int]:
-    return run.cell.workload, run.cell.block_size, run.cell.num_blocks
 
 
 def _name(policy: str) -> str:

@@ -121,12 +121,12 @@ class Generator:
 
 
 WORKLOADS: Final = {
-    "chat": Generator("ShareGPT-like chat: log-normal, means 161 + 338 tokens", _chat, 48, (12, 0.5)),
+    "chat": Generator("ShareGPT-like chat: log-normal, means 161 + 338 tokens", _chat, 48, (12, 0.3)),
     "long": Generator(
         "LongBench-like: 16 tasks, prompts of 1K to 31K tokens, answers of 32 to 512", _long, 48, (16, 0.5)
     ),
     "reasoning": Generator(
-        "reasoning-like: prompts of 243 tokens and answers of 856 (medians)", _reasoning, 24, (12, 0.25)
+        "reasoning-like: prompts of 243 tokens and answers of 856 (medians)", _reasoning, 24, (12, 0.15)
     ),
 }
 
