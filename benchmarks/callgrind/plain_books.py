@@ -36,7 +36,7 @@ class PlainBooks(KVCacheManager):
         lanes, positions, blocks = placement.lanes, placement.rows, self.blocks
         counts = np.diff(placement.starts)
         if len(placement.fresh):
-            self._ensure(int(placement.fresh[:, 1].max()) + 1)
+            self.lanes.ensure(int(placement.fresh[:, 1].max()) + 1)
             fresh_lanes, fresh_entries = placement.fresh.T
             blocks.ids[fresh_lanes, fresh_entries] = self._take(len(placement.fresh))
             np.maximum.at(blocks.num_entries, fresh_lanes, (fresh_entries + 1).astype(np.int32))

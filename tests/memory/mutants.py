@@ -130,7 +130,7 @@ def double_release(patch: pytest.MonkeyPatch) -> None:
 def lane_released_twice(patch: pytest.MonkeyPatch) -> None:
     def release(original, self, lanes):
         original(self, lanes)
-        self._free_lanes.extend(lanes)
+        self.lanes.free.extend(lanes)
 
     wrap(patch, KVCacheManager, "release", release)
 

@@ -8,7 +8,7 @@ from vtoken.memory.decisions import DecisionLog, ReclaimDecision, Verdict
 
 
 def decision(step: int, verdict: Verdict = "no_gain") -> ReclaimDecision:
-    return ReclaimDecision(step, "test", 1, None, 0, 0, 0, 0, verdict)
+    return ReclaimDecision(step, step, "test", 1, None, 0, 0, 0, 0, verdict)
 
 
 def test_only_the_latest_are_kept_and_all_are_counted() -> None:

@@ -134,7 +134,7 @@ SPOILERS: dict[str, Callable[[KVCacheManager], object]] = {
     "pinned by no move": lambda m: m.pool.pins.__setitem__(m.blocks.ids[0, 0], 1),
     "closed in a block": lambda m: m.pool.closed.__setitem__(m.blocks.ids[0, 0], 1),
     "a host block is published": lambda m: m.host_pool.pins.__setitem__(m.blocks.ids[2, 0], 1),
-    "listed as free": lambda m: m._free_lanes.append(0),
+    "listed as free": lambda m: m.lanes.free.append(0),
     "still holds something": lambda m: m.tokens.lengths.__setitem__(3, 1),
 }
 

@@ -30,6 +30,7 @@ def test_packed() -> None:
     found = books.reclaim([0, 1, 2], wanted=3, spare_cells=1, trigger="pressure")
     assert books.decisions.latest == found.decision
     assert found.decision == ReclaimDecision(
+        number=0,
         step=17,
         trigger="pressure",
         num_lanes=3,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from vtoken.base.clock import MonotonicClock
 from vtoken.base.config import EngineConfig
@@ -51,11 +50,11 @@ class EngineStage:
         time.sleep(max(0.0, when - self._clock.now()))
 
     def execute(self, plan: StepPlan) -> tuple[StepResult, StepSeconds]:
-        started = time.perf_counter()
-        self._executor.copies.run(plan.copies)  # what `execute` would begin with
-        copied = time.perf_counter()
-        result = self._executor.execute(replace(plan, copies=()))
-        return result, StepSeconds(time.perf_counter() - copied, copied - started if plan.copies else 0.0)
+        copies = self._executor.copies
+        started, waited_before = time.perf_counter(), copies.seconds_waited
+        result = self._executor.execute(plan)
+        waited = copies.seconds_waited - waited_before
+        return result, StepSeconds(time.perf_counter() - started - waited, waited if plan.copies else 0.0)
 
     def close(self) -> None:
         self._engine.close()

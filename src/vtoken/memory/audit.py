@@ -39,7 +39,7 @@ def check(manager: KVCacheManager) -> None:
 def _check_idle_lanes(manager: KVCacheManager) -> None:
     # Invariant: a lane is in use or listed as free, once.
     idle = np.flatnonzero(~manager.is_open)
-    if sorted(manager._free_lanes) != idle.tolist():
+    if sorted(manager.lanes.free) != idle.tolist():
         raise InvariantError("the lanes listed as free are not those that no sequence uses")
     blocks, tokens = manager.blocks, manager.tokens
     counts = (blocks.num_entries, tokens.lengths, tokens.num_rows, tokens.num_live, tokens.evicted, manager.on_host)

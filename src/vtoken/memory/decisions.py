@@ -1,4 +1,4 @@
-"""`DecisionLog`: what was decided about winning blocks back, one record a decision."""
+"""`DecisionLog`: what was decided about winning blocks back, one record a decision, and what came of it when."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Verdict = Literal["packed", "dead_blocks", "no_gain", "too_dear"]
+Phase = Literal["plan", "copy", "return", "drop"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ReclaimDecision:
     no cost), `no_gain` (no block could come back), `too_dear` (some could, but for more copies a block than allowed).
     """
 
+    number: int  # 0, 1, ... in the order they were made
     step: int  # of the scheduler, see `DecisionLog.step`
     trigger: str  # why somebody asked
     num_lanes: int  # sequences looked at
@@ -33,19 +35,52 @@ class ReclaimDecision:
     verdict: Verdict
 
 
+@dataclass(frozen=True)
+class ReclaimEvent:
+    """A decision has come to one of its phases.
+
+    `plan`: it was made; `tokens` and `blocks` are what it copies and brings back. `copy`: a copy of a lane's `tokens` was ordered, which nothing
+    reads yet. `return`: the map is switched, what is read from now on are the copies, and the emptied `blocks` are the
+    pool's again. `drop`: a copy beside the steps has failed, or its sequence had gone when it ended: no map is switched.
+    """
+
+    step: int  # of the scheduler, see `DecisionLog.step`
+    decision: int  # its number
+    phase: Phase
+    lane: int | None  # whose tokens; None = of all lanes of the decision
+    tokens: int
+    blocks: int
+
+
 class DecisionLog:
-    """The latest decisions, the oldest first, and how many there were of each verdict: those counts only grow."""
+    """The latest decisions and events, the oldest first, and how many decisions there were of each verdict: those counts
+    only grow. An event's decision may be older than those still kept."""
 
     def __init__(self, capacity: int = 1000) -> None:
         if capacity < 1:
             raise ValueError(f"a decision log holds at least 1 decision, got {capacity}")
-        self.step = 0  # what the next decisions are stamped with; whoever counts steps sets it
+        self.step = 0  # what comes next is stamped with it: the step whose plan carries the copies. The scheduler sets it
         self.counts: dict[Verdict, int] = dict.fromkeys(get_args(Verdict), 0)
         self._latest: deque[ReclaimDecision] = deque(maxlen=capacity)
+        self._events: deque[ReclaimEvent] = deque(maxlen=4 * capacity)
+
+    @property
+    def num_decisions(self) -> int:
+        """All there were: the number of the next one."""
+        return sum(self.counts.values())
 
     def add(self, decision: ReclaimDecision) -> None:
         self._latest.append(decision)
         self.counts[decision.verdict] += 1
+        self.enter(decision.number, "plan", tokens=decision.tokens_copied, blocks=decision.blocks_returned)
+
+    def enter(self, decision: int, phase: Phase, *, lane: int | None = None, tokens: int = 0, blocks: int = 0) -> None:
+        """A decision, by its number, has come to a phase."""
+        self._events.append(ReclaimEvent(self.step, decision, phase, lane, tokens, blocks))
+
+    @property
+    def events(self) -> tuple[ReclaimEvent, ...]:
+        return tuple(self._events)
 
     def __len__(self) -> int:
         return len(self._latest)

@@ -145,13 +145,6 @@ class KVCacheManager:
     def used_lanes(self) -> list[int]:
         return self.lanes.used
 
-    @property
-    def _free_lanes(self) -> list[int]:  # for `audit`
-        return self.lanes.free
-
-    def _ensure(self, num_entries: int) -> None:
-        self.lanes.ensure(num_entries)
-
     # --- admit, extend, fork, release ------------------------------------------------------------------------------
 
     def match(self, hashes: BlockHashes, max_tokens: int) -> list[PrefixEntry]:

@@ -33,6 +33,7 @@ class Reclaimer:
         max_cost_per_block: int | None,
     ) -> None:
         self.decisions = DecisionLog()
+        self._under_way: dict[int, int] = {}  # ticket of a copy beside the steps -> number of its decision
         self._pool = pool
         self._blocks = blocks
         self._tokens = tokens
@@ -59,10 +60,14 @@ class Reclaimer:
 
     def finish(self, ticket: int, *, copied: bool) -> None:
         """A copy beside the steps has ended: its map is switched, and what it emptied returns."""
-        lane = self._moves.finish(ticket, copied=copied)
+        lane, num_returned = self._moves.finish(ticket, copied=copied), 0
         if lane is not None:
-            self._counters.blocks_reclaimed_packed += self._return_dead(np.array([lane]))
+            num_returned = self._return_dead(np.array([lane]))
+            self._counters.blocks_reclaimed_packed += num_returned
             self._end_behind_last(lane)
+        number = self._under_way.pop(ticket, None)
+        if number is not None:
+            self.decisions.enter(number, "drop" if lane is None else "return", lane=lane, blocks=num_returned)
 
     def reclaim(
         self,
@@ -100,6 +105,7 @@ class Reclaimer:
         reason = "dead_blocks" if num_dead and not copies else plan.reason
         is_refused = reason == "too_dear"
         decision = ReclaimDecision(
+            number=self.decisions.num_decisions,
             step=self.decisions.step,
             trigger=trigger,
             num_lanes=len(lanes),
@@ -110,8 +116,17 @@ class Reclaimer:
             value=(len(plan.refused) if is_refused else num_returned) * self._blocks.block_size,
             verdict=reason,
         )
-        self.decisions.add(decision)
+        self._log(decision, copies, num_dead + num_packed)
         return Reclamation(tuple(copies), num_dead + num_packed, decision)
+
+    def _log(self, decision: ReclaimDecision, copies: list[tuple[int, Copy]], num_returned: int) -> None:
+        self.decisions.add(decision)
+        for lane, copy in copies:
+            self.decisions.enter(decision.number, "copy", lane=lane, tokens=len(copy))
+            if copy.ticket is not None:
+                self._under_way[copy.ticket] = decision.number
+        if num_returned:
+            self.decisions.enter(decision.number, "return", blocks=num_returned)
 
     def _plan(
         self,

@@ -234,6 +234,7 @@ class Scheduler:
         plan = batch.build(self.counters.steps, self._evictor, row_positions=self._row_positions)
         self._flight = _Flight(plan, batch.draws, batch.touched)
         self.counters.steps += 1
+        self.memory.decisions.step = self.counters.steps
         self.counters.forgets += self.memory.counters.blocks_forgotten > num_forgotten
         self.counters.peak_held_blocks = max(self.counters.peak_held_blocks, self.memory.num_held)
         return plan

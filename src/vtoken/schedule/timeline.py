@@ -61,11 +61,11 @@ class Timeline:
         self._counters.tokens_evicted_at_places += self._memory.counters.tokens_evicted - before
         for lane in undecided:
             state.of(lane).settled = int(lengths[lane])
-            self._give_back(lane)  # before others share its blocks
         repeated = set(at_place.tolist()) - set(undecided)
         for lane in repeated:
             self._repeat_common_deaths(state.of(lane), int(lengths[lane]))
-            self._give_back(lane)
+        if len(at_place):
+            self._give_back(at_place)  # before others share its blocks
         for lane in [*lanes.tolist(), *self._fork(lanes)]:
             sequence = state.of(lane)
             length = int(self._memory.tokens.lengths[lane])  # read anew: a fork may have made the tables larger
@@ -99,20 +99,22 @@ class Timeline:
         rows = self._memory.tokens.rows_of(sequence.lane, positions)
         self._memory.evict(np.full(len(rows), sequence.lane), rows)
 
-    def _give_back(self, lane: int) -> None:
+    def _give_back(self, lanes: NDArray[np.int64]) -> None:
         """Tokens have died: what the tokens up to the next place will not need is returned."""
-        sequence, length = self._state.of(lane), int(self._memory.tokens.lengths[lane])
-        retention, prompt = sequence.request.retention, sequence.request.num_prompt_tokens
-        assert retention is not None, "only who loses tokens has places"
-        # What it will need before the next place stays: holes are for new tokens, not for copies.
-        num_live = int(self._memory.tokens.num_live[lane])
-        is_at_places = retention.trigger == "always" or length < prompt
-        spare = retention.next_place(length, num_live, prompt) - length if is_at_places else 1
+        spare = np.array([self._spare_cells(lane) for lane in lanes.tolist()], np.int64)
         reclaimed = self._memory.reclaim(
-            np.array([lane]), spare_cells=spare, compact=self._packs, beside=self._beside, trigger="place"
+            lanes, spare_cells=spare, compact=self._packs, beside=self._beside, trigger="place"
         )
-        request = self._state.of(lane).request
-        self._copies += [(copy, request) for _, copy in reclaimed.copies]
+        self._copies += [(copy, self._state.of(lane).request) for lane, copy in reclaimed.copies]
+
+    def _spare_cells(self, lane: int) -> int:
+        """What a sequence will need before its next place: holes are for new tokens, not for copies."""
+        request, length = self._state.of(lane).request, int(self._memory.tokens.lengths[lane])
+        retention, prompt = request.retention, request.num_prompt_tokens
+        assert retention is not None, "only who loses tokens has places"
+        if retention.trigger != "always" and length >= prompt:
+            return 1
+        return retention.next_place(length, int(self._memory.tokens.num_live[lane]), prompt) - length
 
     def _set_cut(self, lane: int, first: int) -> None:
         """The next length, from `first` on, at which something is to happen to a sequence: a recorded death, a

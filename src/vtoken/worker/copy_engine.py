@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -41,13 +42,15 @@ class CopyEngine:
         """Copies done, by kind."""
         self.bytes_copied = dict.fromkeys(CopyKind, 0)
         """Bytes of KV written by them, by kind."""
+        self.seconds_waited = 0.0
+        """For how long steps have waited for their copies: all of an ordered copy, the start of one beside."""
 
     def run(self, copies: Iterable[Copy]) -> None:
         """Do the ordered copies one after the other, and start the beside-copies among them.
 
         If an ordered copy raises, so does this; the beside-copies behind it are never started, which `poll` tells.
         """
-        left = list(copies)
+        left, started = list(copies), time.perf_counter()
         try:
             while left:
                 copy = left[0]
@@ -57,6 +60,7 @@ class CopyEngine:
                     self._start(copy.ticket, copy)
                 left.pop(0)
         finally:
+            self.seconds_waited += time.perf_counter() - started
             self._never_started += [copy.ticket for copy in left if copy.ticket is not None]
 
     def _start(self, ticket: int, copy: Copy) -> None:
