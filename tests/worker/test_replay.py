@@ -144,7 +144,8 @@ def test_a_model_that_computes_outside_of_the_kernels_is_found_out(
     decode = type(model).decode
 
     def scaled(self: CausalLM, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        return decode(self, x, rotation, attend) * 2  # a product of torch, on no tape
+        # A product of torch, on no tape, that all keys and values depend on: a wrong replay must leave none of its own.
+        return decode(self, x * torch.linspace(1, 2, x.shape[1]), rotation, attend)
 
     monkeypatch.setattr(type(model), "decode", scaled)
     with caplog.at_level(logging.WARNING, "vtoken"):

@@ -47,7 +47,7 @@ class ReclaimEvent:
     step: int  # of the scheduler, see `DecisionLog.step`
     decision: int  # its number
     phase: Phase
-    lane: int | None  # whose tokens; None = of all lanes of the decision
+    lane: int | None  # whose tokens; None = of all lanes that the decision is about
     tokens: int
     blocks: int
 

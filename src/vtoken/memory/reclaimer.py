@@ -33,7 +33,7 @@ class Reclaimer:
         max_cost_per_block: int | None,
     ) -> None:
         self.decisions = DecisionLog()
-        self._under_way: dict[int, int] = {}  # ticket of a copy beside the steps -> number of its decision
+        self._under_way: dict[int, tuple[int, int]] = {}  # ticket of a copy beside -> (number of its decision, lane)
         self._pool = pool
         self._blocks = blocks
         self._tokens = tokens
@@ -65,9 +65,9 @@ class Reclaimer:
             num_returned = self._return_dead(np.array([lane]))
             self._counters.blocks_reclaimed_packed += num_returned
             self._end_behind_last(lane)
-        number = self._under_way.pop(ticket, None)
-        if number is not None:
-            self.decisions.enter(number, "drop" if lane is None else "return", lane=lane, blocks=num_returned)
+        if ticket in self._under_way:
+            number, moved = self._under_way.pop(ticket)
+            self.decisions.enter(number, "drop" if lane is None else "return", lane=moved, blocks=num_returned)
 
     def reclaim(
         self,
@@ -124,7 +124,7 @@ class Reclaimer:
         for lane, copy in copies:
             self.decisions.enter(decision.number, "copy", lane=lane, tokens=len(copy))
             if copy.ticket is not None:
-                self._under_way[copy.ticket] = decision.number
+                self._under_way[copy.ticket] = decision.number, lane
         if num_returned:
             self.decisions.enter(decision.number, "return", blocks=num_returned)
 
