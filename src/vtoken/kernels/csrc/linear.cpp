@@ -27,8 +27,8 @@ void tile(const uint8_t* panel, int64_t num_k, const float* x, int64_t stride, c
     const Vec w0 = group.get(i, 0), w1 = group.get(i, 1);
     unroll<kRows>([&](auto r) VTOKEN_INLINE {
       const Vec value = splat(x[r * stride]);
-      acc[2 * r] = fma(value, w0, acc[2 * r]);
-      acc[2 * r + 1] = fma(value, w1, acc[2 * r + 1]);
+      acc[2 * r] = accumulate(value, w0, acc[2 * r]);
+      acc[2 * r + 1] = accumulate(value, w1, acc[2 * r + 1]);
     });
   };
   const uint8_t* next = to.next;

@@ -94,7 +94,7 @@ template <int C>
     for (int i = 0; i < kBlock; ++i) {
       const Vec left = vtoken::splat(a[i * row + k * step]);
 #pragma GCC unroll 8
-      for (int j = 0; j < C; ++j) acc[i][j] = fma(left, right[j], acc[i][j]);
+      for (int j = 0; j < C; ++j) acc[i][j] = accumulate(left, right[j], acc[i][j]);
     }
   }
 }
