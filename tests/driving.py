@@ -431,3 +431,4 @@ class Driver:
         assert all(a >= b for a, b in zip(now, self._last_counters, strict=True)), "a counter went back"
         self._last_counters = now
         assert counters.peak_held_blocks <= self.num_blocks
+        assert not counters.given_up, "a request was admitted that cannot run"

@@ -60,6 +60,7 @@ class Scenario:
     statistics: bool
     kv: dict[str, Any]  # `SchedulerConfig`
     beside_delay: int
+    budget: int | None  # of all requests that say nothing else: texts may be longer than the pool
     arrivals: tuple[Arrival, ...] = field(default=())
 
 
@@ -94,7 +95,7 @@ def retentions() -> st.SearchStrategy[dict[str, Any]]:
             "kv_policy": st.sampled_from(policies),
             "kv_budget": st.one_of(st.integers(5, 30), st.sampled_from([0.3, 0.7])),
             "kv_trigger": st.sampled_from(["always", "pressure"]),
-            "kv_stride": st.integers(4, 16),
+            "kv_stride": st.one_of(st.integers(4, 16), st.sampled_from([30, 60, 2**31 - 1])),
             "kv_prefill_stride": st.sampled_from([0, 5, 16]),
             "kv_pin": st.sampled_from([(), (), [(0, 2)]]),
         }
@@ -106,8 +107,9 @@ def scenarios(draw: st.DrawFn, max_requests: int = 10) -> Scenario:
     block_size = draw(st.sampled_from([4, 5, 8, 16]))
     num_blocks = draw(st.integers(2, 24))
     max_n = draw(st.sampled_from([1, 1, 2, 4]))
-    longest = min(60, num_blocks * block_size * 3 // 5)
     evicts = draw(st.sampled_from(["by order", "by policy", "by policy", "never"]))
+    keeps_little = evicts == "by policy" and num_blocks >= 6 and draw(st.booleans())
+    longest = min(120, num_blocks * block_size * 2) if keeps_little else min(60, num_blocks * block_size * 3 // 5)
     incoming = draw(st.lists(arrivals(longest, max_n), min_size=1, max_size=max_requests))
     if evicts != "by policy":
         incoming = [replace(arrival, kv={}) for arrival in incoming]
@@ -124,8 +126,11 @@ def scenarios(draw: st.DrawFn, max_requests: int = 10) -> Scenario:
         evict_in_prompt=draw(st.booleans()),
         evict_percent=draw(st.sampled_from([10, 50, 90])),
         statistics=evicts == "never" and draw(st.booleans()),
+        budget=draw(st.integers(6, max(6, (num_blocks - 3) * block_size // 2))) if keeps_little else None,
         kv={
-            "kv_mode": draw(st.sampled_from(["vtoken", "vtoken", "vtoken", "naive", "repack", "native"])),
+            "kv_mode": "vtoken"
+            if keeps_little
+            else draw(st.sampled_from(["vtoken", "vtoken", "vtoken", "naive", "repack", "native"])),
             "kv_copies": draw(st.sampled_from(["ordered", "ordered", "beside"])),
             "on_pressure": draw(st.sampled_from(["evict", "evict", "preempt"])),
             "admission_evicts": draw(st.booleans()),
@@ -183,9 +188,8 @@ class ScenarioRun:
             max_passes=scenario.max_passes,
             eos=frozenset({3}),
             vocab_size=_SMALL_VOCABULARY,
-            retention=RetentionSettings(H2O(), budget=1_000_000, trigger="always")
-            if scenario.statistics
-            else KEEPS_ALL,
+            retention=self._retention(),
+            max_model_len=None if scenario.budget is None else 2 * scenario.num_blocks * scenario.block_size,
             # Such that sequences of more than about 20 tokens are swapped.
             costs=PreemptionCosts(100, scenario.block_size, 1000 / scenario.block_size, 1.0, 0.1, 10.0),
             evictor=None
@@ -198,6 +202,12 @@ class ScenarioRun:
         self.added: dict[Request, Arrival] = {}
         self.aborted: set[Request] = set()
         self._aborts: dict[int, list[Request]] = defaultdict(list)  # by the step at which they come
+
+    def _retention(self) -> RetentionSettings:
+        scenario = self.scenario
+        if scenario.budget is not None:
+            return RetentionSettings(H2O(), scenario.budget, "pressure", scenario.block_size, scenario.block_size)
+        return RetentionSettings(H2O(), budget=1_000_000, trigger="always") if scenario.statistics else KEEPS_ALL
 
     def play(self) -> ScenarioRun:
         scenario, driver = self.scenario, self.driver
@@ -278,12 +288,30 @@ class ScenarioRun:
             return StepFailure("nobody's fault", ("nothing", "copies", "forward")[mix(plan.step) % 3])
         return None
 
+    def _check_places(self, request: Request) -> None:
+        """What dies at fixed places, and so the answer, depends on the request alone: not on who failed beside it."""
+        retention, reasons = request.retention, {FinishReason.STOP, FinishReason.LENGTH}
+        is_whole = all(sequence.finish_reason in reasons for sequence in request.sequences)
+        if retention is None or retention.trigger == "pressure" or not is_whole or retention.policy.whole_blocks:
+            return
+        alone = Driver(num_blocks=200, block_size=self.scenario.block_size, eos=self.driver.eos,
+                       vocab_size=_SMALL_VOCABULARY, enable_prefix_caching=False, checks=False,
+                       max_num_batched_tokens=512, max_model_len=400)  # fmt: skip
+        [settings] = [arrival.kv for added, arrival in self.added.items() if added is request]
+        again = alone.add(request.prompt_token_ids, request.params.max_tokens, n=request.params.n, seed=request.seed,
+                          temperature=request.params.temperature, ignore_eos=request.params.ignore_eos,
+                          stop_token_ids=request.params.stop_token_ids, **settings)  # fmt: skip
+        alone.run()
+        assert [sequence.died_at for sequence in again.sequences] == [s.died_at for s in request.sequences]
+
     def _check(self) -> None:
         self.driver.check_outputs()
         self.driver.check_idle()
         for request in self.added:
             for sequence in request.sequences:
                 check_deaths(request, sequence)
+        for request in self.added:
+            self._check_places(request)
         for request, arrival in self.added.items():
             reasons = {sequence.finish_reason for sequence in request.sequences}
             if FinishReason.ABORT in reasons:

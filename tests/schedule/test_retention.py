@@ -161,9 +161,9 @@ def test_half_of_the_settings_is_refused(settings: RetentionSettings, field: str
 )
 def test_what_cannot_work_is_refused_in_words(what: Retention, field: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as error:
-        what.check(100)
+        what.check(100, 16)
     assert error.value.field == field
 
 
 def test_pins_may_overlap_and_reach_the_end_of_the_prompt() -> None:
-    Retention(StreamingLLM(), 20, "always", 16, 32, ((0, 8), (4, 10), (95, 100))).check(100)
+    Retention(StreamingLLM(), 20, "always", 16, 32, ((0, 8), (4, 10), (95, 100))).check(100, 16)

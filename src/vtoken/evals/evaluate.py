@@ -16,6 +16,7 @@ from vtoken.engine.text import Tokenizer
 from vtoken.evals.meter import Meter
 from vtoken.evals.setting import Grid, Setting, engine_settings
 from vtoken.evals.task import Grade, Probe, Task
+from vtoken.models.config import read_config, read_model_spec
 from vtoken.models.loader import resolve_model
 from vtoken.schedule.retention import KEEPS_ALL, RetentionSettings
 
@@ -61,6 +62,11 @@ def evaluate(
     """
     settings = {name: engine_settings(name, engine) for name in grid.formats}
     folder = resolve_model(model)
+    positions = read_model_spec(read_config(folder)).max_position_embeddings
+    if task.longest > positions:  # which might be more than there is memory for
+        raise ConfigError(
+            f"length: {task.longest:,} tokens are more than the {positions:,} that {model} has places for"
+        )
     probes = task.prepare(Tokenizer.from_folder(engine.get("tokenizer") or folder))
     block_size = engine.get("block_size", EngineConfig.model_fields["block_size"].default)
     check_budgets(grid, probes, block_size=block_size)
@@ -91,7 +97,7 @@ def check_budgets(grid: Grid, probes: Sequence[Probe], *, block_size: int) -> No
             retention = own.resolve(KEEPS_ALL, block_size)
             assert retention is not None, "there is a policy and a budget"
             try:
-                retention.check(len(probe.token_ids))
+                retention.check(len(probe.token_ids), block_size)
             except RequestError as error:
                 raise ConfigError(f"{setting}: {error}") from None
 

@@ -61,7 +61,7 @@ class LocalExecutor:
         assert plan.block_size == self.store.block_size, "plan and store disagree on the block size"
         self.copies.run(plan.copies)
         output = self._runner.run(plan)
-        ended, failed = self.copies.poll()
+        ended, failed = self.copies.poll(plan.awaited)
         return StepResult(
             step=plan.step,
             tokens=output.tokens,

@@ -45,6 +45,8 @@ class SimExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         ended = self._run_copies(plan)
+        known = {*ended, *(copy.ticket for _, copy in self._under_way)}
+        failed = tuple(ticket for ticket in plan.awaited if ticket not in known)
         with np.errstate(over="ignore"):  # arithmetic modulo 2**64 on purpose
             after, visible = self._forward(plan)
         batch = plan.sampling
@@ -54,7 +56,7 @@ class SimExecutor:
         # A cell says what its token could read, so the score of what comes after it depends on that, and nothing else.
         logprobs = -uniform(own[plan.scoring.after], plan.scoring.targets)
         statistics = sim_statistics(plan, visible, own)
-        return StepResult(plan.step, tokens, statistics=statistics, logprobs=logprobs, ended=ended)
+        return StepResult(plan.step, tokens, statistics=statistics, logprobs=logprobs, ended=ended, failed=failed)
 
     def close(self) -> None:
         """Nothing to give back."""

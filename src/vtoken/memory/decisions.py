@@ -39,9 +39,10 @@ class ReclaimDecision:
 class ReclaimEvent:
     """A decision has come to one of its phases.
 
-    `plan`: it was made; `tokens` and `blocks` are what it copies and brings back. `copy`: a copy of a lane's `tokens` was ordered, which nothing
-    reads yet. `return`: the map is switched, what is read from now on are the copies, and the emptied `blocks` are the
-    pool's again. `drop`: a copy beside the steps has failed, or its sequence had gone when it ended: no map is switched.
+    `plan`: it was made; `tokens` and `blocks` are what it copies and brings back. `copy`: a copy of a lane's `tokens`
+    was ordered, which nothing reads yet. `return`: the map is switched, what is read from now on are the copies, and
+    the emptied `blocks` are the pool's again. `drop`: a copy beside the steps has failed, or its sequence had gone when
+    it ended: no map is switched.
     """
 
     step: int  # of the scheduler, see `DecisionLog.step`
@@ -53,13 +54,13 @@ class ReclaimEvent:
 
 
 class DecisionLog:
-    """The latest decisions and events, the oldest first, and how many decisions there were of each verdict: those counts
-    only grow. An event's decision may be older than those still kept."""
+    """The latest decisions and events, the oldest first, and how many decisions there were of each verdict, which only
+    grow in number. An event's decision may be older than those still kept."""
 
     def __init__(self, capacity: int = 1000) -> None:
         if capacity < 1:
             raise ValueError(f"a decision log holds at least 1 decision, got {capacity}")
-        self.step = 0  # what comes next is stamped with it: the step whose plan carries the copies. The scheduler sets it
+        self.step = 0  # what comes next is stamped with it: the step that carries the copies. The scheduler sets it
         self.counts: dict[Verdict, int] = dict.fromkeys(get_args(Verdict), 0)
         self._latest: deque[ReclaimDecision] = deque(maxlen=capacity)
         self._events: deque[ReclaimEvent] = deque(maxlen=4 * capacity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,11 @@ class TokenTable:
         if name not in self.columns:
             self.columns[name] = np.full(self.positions.shape, starts_as)
             self._starts_as[name] = starts_as
+
+    def drop_columns(self, names: Iterable[str]) -> None:
+        """Keep these statistics no longer."""
+        for name in names:
+            del self.columns[name], self._starts_as[name]
 
     def grow(self, num_lanes: int) -> None:
         """Follow the block table, which has grown, to `num_lanes` lanes."""

@@ -88,7 +88,12 @@ class PlanBuilder:
             row_positions=positions_of_rows,
             statistics=statistics,
             scoring=order_scores(state, lanes, starts, positions),
+            awaited=self._awaited(),
         )
+
+    def _awaited(self) -> tuple[int, ...]:
+        ordered = {copy.ticket for copy in self.copies}
+        return tuple(ticket for ticket in self._memory.moves.tickets if ticket not in ordered)
 
     def _join_tables(self, words: int) -> tuple[NDArray[np.int32], NDArray[np.uint32]]:
         if len(self._extensions) == 1:

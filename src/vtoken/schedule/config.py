@@ -44,6 +44,7 @@ class SchedulerCounters:
 
     steps: int = 0
     failed_steps: int = 0
+    given_up: int = 0  # requests that were admitted and could not go on: bugs of ours; each ended with an error
     tokens_computed: int = 0  # prompt, answer and recomputed tokens that went through the model
     tokens_generated: int = 0
     preemptions_recompute: int = 0

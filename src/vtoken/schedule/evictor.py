@@ -27,6 +27,8 @@ _Part = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], NDArray[n
 # queries" are those since the last multiple of w; before them each w queries count half as much as those after them.
 FADE = 0.5
 
+MANY = 32  # policies from which on those that nobody runs under are forgotten, their statistics too
+
 
 class Evictor:
     """Policies of the running sequences, filed by number, and the statistics that they are to be given."""
@@ -34,6 +36,7 @@ class Evictor:
     def __init__(self, memory: KVCacheManager, state: LaneState, counters: SchedulerCounters) -> None:
         self.policies: list[Policy] = []
         self.is_near = False  # blocks are getting short, so that it may soon be asked
+        self._failed: dict[int, str] = {}  # lanes whose policy failed when blocks were short, and why
         self._memory = memory
         self._state = state
         self._counters = counters
@@ -44,10 +47,7 @@ class Evictor:
         if retention is None:
             return
         if retention.policy not in self.policies:
-            self.policies.append(retention.policy)
-            for statistic in retention.policy.needs:
-                unknown = np.nan if isinstance(statistic, CacheStatistic) else 0.0
-                self._memory.tokens.add_column(statistic.name, unknown)
+            self._add(retention.policy, lane)
         state, is_share = self._state, isinstance(retention.budget, float)
         state["policy"][lane] = self.policies.index(retention.policy)
         state["budget"][lane] = 0 if is_share else retention.budget
@@ -55,6 +55,23 @@ class Evictor:
         state["stride"][lane] = retention.stride
         state["settled"][lane] = sequence.settled
         state["at_places"][lane] = retention.trigger == "always" or sequence.request.is_tight
+
+    def _add(self, policy: Policy, lane: int) -> None:
+        """File a policy under a number of its own; `lane` is about to run under it."""
+        tokens = self._memory.tokens
+        if len(self.policies) < MANY:
+            self.policies.append(policy)
+        else:
+            others = [other for other in self._memory.used_lanes if other != lane]
+            unused = sorted(set(range(len(self.policies))) - set(self._state["policy"][others].tolist()))
+            for number in unused:  # all of them, so that no other keeps its statistics
+                self.policies[number] = policy
+            if not unused:
+                self.policies.append(policy)
+            needed = {statistic.name for each in self.policies for statistic in each.needs}
+            tokens.drop_columns(tokens.columns.keys() - needed)
+        for statistic in policy.needs:
+            tokens.add_column(statistic.name, np.nan if isinstance(statistic, CacheStatistic) else 0.0)
 
     # --- statistics ---------------------------------------------------------------------------------------------------
 
@@ -160,8 +177,14 @@ class Evictor:
     def kill(self, lane: int, count: int, candidates: NDArray[np.bool_]) -> int:
         """Let `count` tokens of a lane die, in rows that are `candidates` [rows]. Returns how many did."""
         policy = self.policies[int(self._state["policy"][lane])]
-        killed, _ = self._kill(policy, np.array([lane]), np.array([count]), candidates)
+        killed, failed = self._kill(policy, np.array([lane]), np.array([count]), candidates)
+        self._failed |= failed
         return killed
+
+    def take_failed(self) -> dict[int, str]:
+        """The lanes whose policy failed in `kill` since the last call, and why."""
+        failed, self._failed = self._failed, {}
+        return failed
 
     def _kill(
         self, policy: Policy, lanes: Lanes, counts: Ints, candidates: NDArray[np.bool_] | None = None
@@ -180,7 +203,9 @@ class Evictor:
             if candidates is not None:
                 protected |= ~candidates[rows]
             victims = choose_victims(policy, view, protected, counts)
-        except Exception as error:  # a policy may be anybody's
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a policy may be anybody's; one that exits ends its request, not the engine
             if len(lanes) == 1:
                 reason = str(error) if isinstance(error, VtokenError) else f"kv_policy {policy.name}: {describe(error)}"
                 return 0, {int(lanes[0]): reason}

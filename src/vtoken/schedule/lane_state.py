@@ -16,6 +16,7 @@ _FIELDS = np.dtype(
         ("total", np.int32),  # tokens known: prompt and answer
         ("limit", np.int32),  # the sequence ends when `total` reaches it
         ("cut", np.int32),  # no chunk goes past this length: something is to happen there first
+        ("computed", np.int32),  # tokens that are there for good; the books count those of a step in flight too
         ("prompt", np.int32),
         ("last_token", np.int32),
         ("ignore_eos", np.bool_),
@@ -29,7 +30,7 @@ _FIELDS = np.dtype(
         ("arrival", np.int64),
         ("num_unforked", np.int32),  # choices that are still to fork from it
         # Eviction; see `Retention`.
-        ("policy", np.int16),  # index in `Evictor.policies`, -1 = every token is kept
+        ("policy", np.int32),  # index in `Evictor.policies`, -1 = every token is kept
         ("budget", np.int32),  # in tokens; 0 = the share decides
         ("share", np.float64),
         ("stride", np.int32),
@@ -67,6 +68,7 @@ class LaneState:
             len(sequence.token_ids),
             limit,
             NEVER,
+            0,
             sequence.request.num_prompt_tokens,
             sequence.token_ids[-1],
             params.ignore_eos,

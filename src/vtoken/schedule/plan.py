@@ -104,6 +104,9 @@ class StepPlan:
     # At most one order per statistic; a slice may be in several.
     statistics: tuple[StatisticOrder, ...] = ()
     scoring: ScoringBatch = NOTHING_TO_SCORE
+    # Tickets of earlier plans' copies whose end the books have not heard of. One that the executor does not know, since
+    # a step failed before it came there or its result was lost, has failed.
+    awaited: tuple[int, ...] = ()
 
     @property
     def num_slices(self) -> int:

@@ -142,11 +142,11 @@ class Residents:
             if not self._can_be_tight(request):
                 return False
             request.is_tight = True  # its own tokens are the first that it gives up
+            matched = self._match(request)
             if self._missing_to_start(request, matched) > 0:
                 request.is_tight = False
                 return False
-        reserve = self._reserve(request, len(matched))
-        lane = memory.admit(reserve, matched)
+        lane = memory.admit(self._reserve(request, matched), matched)
         assert lane is not None, "there were enough blocks a moment ago"
         prompt = request.num_prompt_tokens
         assert request.params.max_tokens is not None, "max_tokens is clamped when a request is added"
@@ -172,38 +172,60 @@ class Residents:
         # One token is always left to compute, and what follows a death was computed without the dead.
         limits = [goal - 1, *leader.died_at.values()]
         if request.retention is not None:
-            limits.append(request.retention.most_matched(request.num_prompt_tokens))
+            # What is cached would have to lie there at once, before any of it can die.
+            limits += [request.retention.most_matched(request.num_prompt_tokens), self._peak(request)]
         if request.prompt_logprobs is not None:
             limits.append(0)  # only what is computed can be scored
         return self._memory.match(leader.hashes, max(0, min(limits)))
 
-    def _reserve(self, request: Request, num_matched: int) -> int:
-        """Tokens that a request holds at once, at most, until its known text is computed."""
+    def _reserve(self, request: Request, matched: list[PrefixEntry]) -> int:
+        """Tokens for which a request needs blocks until its known text is computed: cells that die in blocks of others
+        are not its own to use again."""
+        num_shared = sum(bool(self._memory.pool.refs[entry.block]) for entry in matched)
+        return min(_tokens_to_start(request), self._peak(request) + num_shared * self._memory.block_size)
+
+    def _peak(self, request: Request) -> int:
+        """Tokens of a request that live at once, at most, until its known text is computed."""
         leader, retention, goal = request.leader, request.retention, _tokens_to_start(request)
         peak = _peak_live(leader.died_at, goal)
-        reuses = self._config.kv_mode == "vtoken"
-        if reuses and retention is not None and (request.is_tight or retention.trigger == "always"):
+        if retention is None or self._config.kv_mode != "vtoken":
+            return peak
+        if request.is_tight or retention.trigger == "always":
             # What is settled dies as recorded; from there on the places decide.
             coming = [retention.peak_in_prompt(request.num_prompt_tokens)]
             if goal > request.num_prompt_tokens:
                 coming.append(retention.peak_after_prompt(goal))
-            peak = min(peak, max(_peak_live(leader.died_at, min(goal, leader.settled)), *coming))
-        return min(goal, peak + num_matched * self._memory.block_size)
+            return min(peak, max(_peak_live(leader.died_at, min(goal, leader.settled)), *coming))
+        if request.started_over_at >= leader.settled > 0:
+            return min(peak, leader.settled)  # there its policy will be asked
+        return peak
 
     def _missing_to_start(self, request: Request, matched: list[PrefixEntry]) -> int:
         """Blocks that are missing for a request to start; 0 or less: it can."""
-        memory, size = self._memory, self._memory.block_size
-        goal, reserve = _tokens_to_start(request), self._reserve(request, len(matched))
+        memory, reserve = self._memory, self._reserve(request, matched)
         needed = memory.blocks_to_admit(reserve, matched)
-        if (
-            request.unforked and len(request.leader.token_ids) > goal
-        ):  # choices that go on after the fork, each by itself
-            shared = goal // size
-            own = sum(-(-len(s.token_ids) // size) - shared for s in request.unfinished)
-            needed += max(0, shared + own - -(-reserve // size))
-        if request.status is Status.PREEMPTED:
+        if request.status is Status.PREEMPTED and self.running:  # alone it has the whole pool
+            if request.unforked:
+                needed += max(0, self._blocks_after_fork(request) - -(-reserve // memory.block_size))
             needed += self._spare()
         return needed - memory.num_available
+
+    def _blocks_after_fork(self, request: Request) -> int:
+        """Blocks, at most, that choices hold together when each has computed its known answer again."""
+        size, prompt, choices = self._memory.block_size, request.num_prompt_tokens, request.unfinished
+        shared = prompt // size
+        whole = shared + sum(-(-len(choice.token_ids) // size) - shared for choice in choices)
+        retention = request.retention
+        if retention is None or self._config.kv_mode != "vtoken":
+            return whole
+        peaks = [_peak_live(choice.died_at, len(choice.token_ids), prompt) for choice in choices]
+        if retention.trigger == "always":
+            peaks = [
+                min(peak, retention.peak_after_prompt(len(choice.token_ids)))
+                for peak, choice in zip(peaks, choices, strict=True)
+            ]
+        # Those that live in the prompt may lie in blocks that all share, besides.
+        return min(whole, shared + sum(-(-peak // size) for peak in peaks))
 
     def _can_be_tight(self, request: Request) -> bool:
         """Whether a prompt may be cut at fixed places because its blocks are not there. Only one that never ran: what
@@ -319,10 +341,12 @@ class Residents:
     def drop_lanes(self, request: Request) -> None:
         """Forget where a request lies. What is needed to come back the same is kept: its tokens and their deaths."""
         for lane in request.lanes:
-            sequence = self._state.of(lane)
-            # A replay that was cut short again still has later deaths to come.
-            sequence.died_at |= self._memory.tokens.died_at(lane)
-            sequence.settled = max(sequence.settled, int(self._memory.tokens.lengths[lane]))
+            sequence, computed = self._state.of(lane), int(self._state["computed"][lane])
+            # A replay that was cut short again still has later deaths to come. Of a step that did not take place
+            # nothing counts, what died at its end included.
+            deaths = self._memory.tokens.died_at(lane).items()
+            sequence.died_at |= {position: died for position, died in deaths if died <= computed}
+            sequence.settled = max(sequence.settled, computed)
             self._release(lane)
         request.unforked = request.unfinished[1:]
 
@@ -365,12 +389,13 @@ def _take_out(queue: list[Request], request: Request) -> None:
     del queue[place]
 
 
-def _peak_live(died_at: dict[int, int], length: int) -> int:
-    """Most tokens live at once while `length` tokens are computed and die as recorded."""
+def _peak_live(died_at: dict[int, int], length: int, first: int = 0) -> int:
+    """Most tokens live at once while a text grows to `length` tokens, which die as recorded, once it has `first`."""
     peak, dead = 0, 0
     for died, count in sorted(Counter(died_at.values()).items()):
         if died > length:
             break
-        peak = max(peak, died - dead)
+        if died > first:
+            peak = max(peak, died - dead)
         dead += count
     return max(peak, length - dead)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+import numpy as np
+
 from vtoken.base.errors import ConfigError, RequestError
 from vtoken.policies.base import Policy
 from vtoken.policies.statistics import AttentionStatistic
@@ -76,7 +78,7 @@ class Retention:
             return 0
         return self.next_place(0, 0, num_prompt_tokens) - max(1, self.policy.window)
 
-    def check(self, num_prompt_tokens: int) -> None:
+    def check(self, num_prompt_tokens: int, block_size: int) -> None:
         """Raise RequestError for windows of two decisions that would overlap, pins outside of the prompt, and a budget
         in which nothing but protected tokens has room."""
         policy = self.policy
@@ -100,13 +102,23 @@ class Retention:
             policy.check_budget(budget)
         except ConfigError as error:
             raise RequestError(str(error), "kv_budget") from None
-        pinned = {position for start, end in self.pins for position in range(start, end)}
-        num_pinned = len(pinned - set(range(policy.sinks)))
-        needed = policy.sinks + policy.num_recent(budget) + num_pinned + 1
+        if not self.pins:
+            return
+        # Whole blocks die, or none of a block: a pin keeps all of its block.
+        size = block_size if policy.whole_blocks else 1
+        units = np.zeros(-(-num_prompt_tokens // size) + 1, np.bool_)
+        for start, end in self.pins:
+            units[start // size : -(-end // size)] = True
+        units[: -(-policy.sinks // size)] = False
+        num_pinned = int(np.count_nonzero(units)) * size
+        num_first, num_recent = (-(-count // size) * size for count in (policy.sinks, policy.num_recent(budget)))
+        # The block that is being filled stays whole, too.
+        needed = num_first + num_recent + num_pinned + size + (size if policy.whole_blocks else 0)
         if num_pinned and budget < needed:
+            kept = "kept by pins (whole blocks)" if size > 1 else "pinned ones"
             raise RequestError(
-                f"kv_budget: {budget} tokens are too few for {num_pinned} pinned ones, {policy.sinks} first and "
-                f"{policy.num_recent(budget)} recent ones, and one that may die: at least {needed}",
+                f"kv_budget: {budget} tokens are too few for {num_pinned} {kept}, {num_first} first and {num_recent} "
+                f"recent ones, and {size} that may die: at least {needed}",
                 "kv_budget",
             )
 
@@ -152,9 +164,20 @@ class RetentionSettings:
             self.trigger or defaults.trigger or "pressure",
             stride,
             next(each for each in prefill_strides if each is not None),
-            self.pins,
+            _merged(self.pins),
             self.prompt_end,
         )
+
+
+def _merged(pins: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """The same positions in ranges that are in order and do not touch."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(set(pins)):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return tuple(merged)
 
 
 KEEPS_ALL = RetentionSettings()

@@ -6,6 +6,7 @@ the step's token budget. First come, first served; when blocks are short the lat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ from vtoken.schedule.retention import Retention, RetentionSettings
 from vtoken.schedule.scoring import enter_scores
 from vtoken.schedule.sequence import FinishReason, Request, Sequence, Status
 from vtoken.schedule.timeline import Timeline
+
+logger = logging.getLogger("vtoken")
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Scheduler:
         retention = own.resolve(self.config.retention, self.memory.block_size)
         if retention is None or self.config.kv_mode == "native":
             return None
-        retention.check(num_prompt_tokens)
+        retention.check(num_prompt_tokens, self.memory.block_size)
         for statistic in retention.policy.needs:
             if type(statistic) not in self._statistics:
                 known = ", ".join(sorted(each.__name__ for each in self._statistics)) or "none"
@@ -223,14 +226,19 @@ class Scheduler:
         else:
             num_preempted = self.counters.preemptions
             self._residents.make_way(batch)
+            self._end_failed()
             self._run(batch)
-            if self.counters.preemptions == num_preempted:
+            # Who had to go this step does not come back in it, unless he starts over and has left nothing to do.
+            if self.counters.preemptions == num_preempted or batch.is_empty:
                 self._residents.resume(batch)
                 if not self._residents.preempted:  # nobody new while one that was promised its blocks waits for them
                     self._residents.admit(batch)
         # With nothing to run a plan may still be due: only so are copies heard of that pin blocks somebody waits for.
         if batch.is_empty and not (self.memory.moves and self._requests):
-            return None
+            if not self._requests:
+                return None
+            self._give_up(next(iter((*self._residents.preempted, *self._residents.waiting, *self._residents.running))))
+            return self._schedule(batch)
         plan = batch.build(self.counters.steps, self._evictor, row_positions=self._row_positions)
         self._flight = _Flight(plan, batch.draws, batch.touched)
         self.counters.steps += 1
@@ -254,18 +262,43 @@ class Scheduler:
             if self.memory.moves:
                 # Rung 3: copies beside the steps are about to give blocks back. Who needs one waits a step for it.
                 self.counters.drains += 1
-                waits = np.isin(lanes, np.concatenate((placement.fresh[:, 0], placement.copied[:, 0])))
-                lanes, counts = lanes[~waits], counts[~waits]
-                if len(lanes):
-                    batch.add_slices(lanes, counts, self.memory.extend(self.memory.plan_extend(lanes, counts)))
+                self._run_without_blocks(batch, lanes, counts)
                 return
             spared = only or self._residents.running[0]  # the oldest always makes progress
-            if self._residents.make_room(batch, placement.num_blocks, spared):
+            if self._residents.make_room(batch, placement.num_blocks, spared) | self._end_failed():
                 continue
             if not self._residents.start_over(spared):
-                # `add` promised that a lone request fits, so this is a bug of ours; it must not hang the engine.
-                missing = f"{placement.num_blocks} blocks needed, {self.memory.num_available} available"
-                self._finish_request(spared, FinishReason.ERROR, missing)
+                self._give_up(spared)
+
+    def _run_without_blocks(self, batch: PlanBuilder, lanes: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Let those go on that can do without a block more."""
+        while len(lanes):
+            placement = self.memory.plan_extend(lanes, counts)
+            if placement.num_blocks <= self.memory.num_available:
+                batch.add_slices(lanes, counts, self.memory.extend(placement))
+                return
+            # Of lanes that share a block the last may write there if the others copy: without them it is its turn.
+            waits = np.isin(lanes, np.concatenate((placement.fresh[:, 0], placement.copied[:, 0])))
+            lanes, counts = lanes[~waits], counts[~waits]
+
+    def _give_up(self, request: Request) -> None:
+        """`add` promised that a request fits alone, and it does not: a bug of ours. It must not stop the others."""
+        self.counters.given_up += 1
+        usage = self.memory.usage()
+        reason = (
+            f"the KV pool cannot hold it, though that was promised when it came: {usage.held_blocks} of "
+            f"{self.memory.pool.num_blocks} blocks held; a bug of vtoken"
+        )
+        logger.error("request %s ends: %s", request.request_id, reason)
+        self._finish_request(request, FinishReason.ERROR, reason)
+
+    def _end_failed(self) -> bool:
+        """End the requests whose policy has just failed under pressure. None of them has a slice in the plan. Returns
+        whether there were any."""
+        failed = {self._state.of(lane).request: why for lane, why in self._evictor.take_failed().items()}
+        for request, reason in failed.items():
+            self._finish_request(request, FinishReason.ERROR, reason)
+        return bool(failed)
 
     def _share_budget(self, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens each lane may compute: one for whoever decodes, the rest for prompts.
@@ -307,7 +340,6 @@ class Scheduler:
             raise EngineError(f"a result of step {result.step} came in, but that step is not in flight")
         plan, memory = flight.plan, self.memory
         _check_result(plan, result)
-        self._flight = None
         memory.commit()
         self.counters.tokens_computed += plan.num_tokens
         self._evictor.enter(plan, result)
@@ -315,13 +347,16 @@ class Scheduler:
             memory.finish(ticket)
         for ticket in result.failed:
             memory.finish(ticket, copied=False)
-        failures = self._residents.reach(plan.lanes.astype(np.int64))
+        lanes = plan.lanes.astype(np.int64)
+        failures = self._residents.reach(lanes)
+        self._state["computed"][lanes] = memory.tokens.lengths[lanes]
         failed = {flight.draws[i].request: reason for i, reason in result.errors.items()}
         failed |= enter_scores(plan, result, self._state)
         for lane in (lane for request in failed for lane in request.lanes):
             memory.unpublish(lane)  # nobody is to be handed what may be broken
         failed |= {self._state.of(lane).request: reason for lane, reason in failures.items()}
         drawn = self._take_tokens(flight.draws, result.tokens, failed)
+        self._flight = None  # not before: whatever interrupts all this, a policy or Ctrl-C, undoes the whole step
         if self._suspects:  # whoever got a token in a step of its own is not what made the other one fail
             cleared = {sequence.request for sequence in flight.draws}
             self._suspects = [suspect for suspect in self._suspects if suspect not in cleared]
@@ -376,7 +411,7 @@ class Scheduler:
             raise EngineError("fail() was called with no step in flight") from error
         self._flight = None
         self.counters.failed_steps += 1
-        ran = {self._state.of(lane).request for lane in flight.plan.lanes.tolist()}
+        ran = {sequence.request for lane in flight.plan.lanes.tolist() if (sequence := self._state.sequences[lane])}
         is_fault = isinstance(error, Exception)
         is_alone = len(ran) == 1 and flight.touched <= ran
         if is_fault and is_alone:

@@ -45,7 +45,9 @@ class Timeline:
 
     def open(self, lane: int) -> None:
         """A sequence has got a lane and stands where the prefix cache has brought it."""
-        self._set_cut(lane, int(self._memory.tokens.lengths[lane]))
+        length = int(self._memory.tokens.lengths[lane])
+        self._state["computed"][lane] = length
+        self._set_cut(lane, length)
 
     def reach(self, lanes: NDArray[np.int64]) -> dict[int, str]:
         """Distinct lanes have been computed up to where they stand. Whatever is due there happens: policies are asked,
@@ -114,7 +116,13 @@ class Timeline:
         assert retention is not None, "only who loses tokens has places"
         if retention.trigger != "always" and length >= prompt:
             return 1
-        return retention.next_place(length, int(self._memory.tokens.num_live[lane]), prompt) - length
+        return self._next_place(lane) - length
+
+    def _next_place(self, lane: int) -> int:
+        request, tokens = self._state.of(lane).request, self._memory.tokens
+        assert request.retention is not None, "only who loses tokens has places"
+        length, num_live = int(tokens.lengths[lane]), int(tokens.num_live[lane])
+        return min(request.retention.next_place(length, num_live, request.num_prompt_tokens), NEVER)
 
     def _set_cut(self, lane: int, first: int) -> None:
         """The next length, from `first` on, at which something is to happen to a sequence: a recorded death, a
@@ -126,13 +134,15 @@ class Timeline:
             retention = request.retention
             assert retention is not None, "only who loses tokens has places"
             if retention.trigger == "always" or length < request.num_prompt_tokens:
-                place = retention.next_place(length, int(tokens.num_live[lane]), request.num_prompt_tokens)
+                place = self._next_place(lane)
             else:
                 state["at_places"][lane] = False  # a tight prompt is over; from here on blocks decide
         state["place"][lane] = place
         cuts = [died for died in sequence.died_at.values() if died >= first]
         if request.unforked:
             cuts.append(request.num_prompt_tokens)
+        if request.started_over_at > length:
+            cuts.append(request.started_over_at)  # a policy is asked there that had not seen enough the first time
         state["cut"][lane] = min([place, *cuts])
 
     def _fork(self, lanes: NDArray[np.int64]) -> list[int]:
@@ -153,5 +163,6 @@ class Timeline:
                 self._evictor.open(twin, choice)
                 for known in ("scanned", "observed", "missed"):
                     state[known][twin] = state[known][lane]
+                state["computed"][twin] = memory.tokens.lengths[lane]
                 twins.append(twin)
         return twins

@@ -69,16 +69,18 @@ class CopyEngine:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vtoken-copy")
         self._beside[ticket] = self._thread.submit(self._copy, copy)
 
-    def poll(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def poll(self, awaited: Iterable[int] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tickets of the beside-copies that have (ended, failed) since the last call.
 
-        A copy that failed is logged; its tokens are still where they were.
+        A copy that failed is logged; its tokens are still where they were. An `awaited` one of which nothing is known
+        has failed.
         """
+        unknown = [ticket for ticket in awaited if ticket not in self._beside and ticket not in self._never_started]
         done = [ticket for ticket, future in self._beside.items() if future.done()]
         errors = {ticket: error for ticket in done if (error := self._beside[ticket].exception()) is not None}
         for ticket, error in errors.items():
             logger.error("copy %d beside the steps failed: %s", ticket, error)
-        failed = (*errors, *self._never_started)
+        failed = (*errors, *self._never_started, *unknown)
         self._never_started.clear()
         for ticket in done:
             del self._beside[ticket]
