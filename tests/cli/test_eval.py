@@ -82,9 +82,19 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "of another task": (("--file", "x"), "--file: the task perplexity takes none; it is for qa"),
     "depth": (("--task", "needle", "--depth", "1.5"), "--depth: expected a share from 0 to 1, got 1.5"),
     "length": (("--length", "2"), "--length: expected a whole number of tokens from 4 up, got 2"),
+    "no length": (("--length", "0"), "--length: expected a whole number of tokens from 4 up, got 0"),
+    "length below": (("--length", "-5"), "--length: expected a whole number of tokens from 4 up, got -5"),
+    "huge window": (("--length", "99999999999"), "tokens, fewer than a window of 99,999,999,999; give a longer text"),
+    "huge haystack": (
+        ("--task", "needle", "--length", "99999999999"),
+        "--length: 99,999,999,999 tokens are more than the ",
+    ),
+    "huge limit": (("--task", "needle", "--limit", "9" * 12), "--limit: expected a whole number from 1 to 1000000"),
+    "seed": (("--task", "needle", "--seed", "9" * 24), "--seed: expected a whole number from -2**63 to 2**64 - 1"),
+    "seed below": (("--seed", str(-(2**63) - 1)), "--seed: expected a whole number from -2**63 to 2**64 - 1"),
     "lengths": (("--length", "20", "--length", "30"), "--length: the task perplexity takes one length"),
-    "limit": (("--limit", "0"), "--limit: expected a whole number from 1 up, got 0"),
-    "json": (("--json", "/no/such/folder/x.json"), "--json: there is no folder /no/such/folder"),
+    "limit": (("--limit", "0"), "--limit: expected a whole number from 1 to 1000000, got 0"),
+    "json": (("--json", "/no/such/folder/x.json"), "--json: /no/such/folder/x.json cannot be written: its folder"),
     "plot": (("--plot", "x.doc"), "--plot: 'x.doc' is no picture"),
     "folder": (("--json", "/tmp"), "--json: /tmp is a folder; give the name of a file in it"),
     "known": (("--question-known",), "--question-known: the task perplexity takes none; it is for needle and qa"),
@@ -108,6 +118,27 @@ def test_mistakes_are_one_line_before_the_weights_are_read(
     assert ran.err.startswith("error: ")
     assert message in ran.err
     assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"data": ' + "[" * 100_000, '{}\n{"context": ' * 50_000])
+def test_json_as_deep_as_it_gets_is_one_line(vtoken: Vtoken, model: str, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "deep.json"
+    file.write_text(content)
+    ran = vtoken("eval", model, "--task", "qa", "--file", str(file))
+    assert ran.code == 2
+    assert "deep.json, line " in ran.err
+    assert "no JSON: " in ran.err
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_full_disk_takes_nothing_of_what_was_found(vtoken: Vtoken, model: str, tmp_path: Path, option: str) -> None:
+    full = tmp_path / "found.svg"
+    full.symlink_to("/dev/full")
+    ran = vtoken("eval", model, "--length", "64", "--limit", "1", *SMALL, option, str(full))
+    assert ran.code == 2
+    assert ran.err == f"error: {option}: {full} cannot be written: No space left on device\n"
+    assert ran.out.startswith("perplexity: 1 windows of 64 tokens")
 
 
 def test_a_model_that_is_not_there(vtoken: Vtoken) -> None:

@@ -62,6 +62,45 @@ def test_policies_of_packages_are_shown_and_the_broken_ones_with_their_error(
     assert "ModuleNotFoundError: No module named 'nowhere_at_all'" in shown["torn"]["error"]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "    def num_recent(self, budget): raise RuntimeError('torn')",
+        "    def num_recent(self, budget): raise SystemExit('torn')",
+        "    @property\n    def window(self): raise RuntimeError('torn') if self.slack == 3 else 0",
+        "    @property\n    def whole_blocks(self): raise OSError('torn')",
+        "    source = 'torn'\n    def __getattribute__(self, name):\n"
+        "        if name == 'source': raise OSError('torn')\n        return super().__getattribute__(name)",
+        "    keeps_window = property(lambda self: [].torn)",
+        "    odd: object = type('Odd', (), {'__repr__': lambda self: 1 / 0, 'torn': 1})()",
+    ],
+)
+def test_a_policy_that_cannot_be_described_is_shown_with_its_error(
+    vtoken: Vtoken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    text = GOOD.replace('"newest"', '"odd"') + more + "\n"
+    install(tmp_path, monkeypatch, "odd-kv", {"odd": "odd_kv:Newest"}, {"odd_kv.py": text})
+    ran = vtoken("policies")
+    assert (ran.code, ran.err) == (0, "")
+    shown = facts(ran.out)
+    assert list(shown) == [*BUILT_IN, "newest", "odd", "torn"]
+    assert set(shown["odd"]) == {"package", "error"}
+    assert "torn" in shown["odd"]["error"] or "ZeroDivisionError" in shown["odd"]["error"]
+    records = {record["name"]: record for record in json.loads(vtoken("policies", "--json").out)}
+    assert set(records["odd"]) == {"name", "package", "error"}
+    assert records["odd"]["error"] == shown["odd"]["error"]
+
+
+def test_halves_of_characters_are_shown_as_what_they_are(
+    vtoken: Vtoken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    text = GOOD.replace('"newest"', '"odd"').replace('"the tests"', r'"half \ud800"')
+    install(tmp_path, monkeypatch, "odd-kv", {"odd": "odd_kv:Newest"}, {"odd_kv.py": text})
+    assert facts(vtoken("policies").out)["odd"]["source"] == "half ?"
+
+
 def test_it_fits_80_columns_without_cutting_anything(vtoken: Vtoken, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = vtoken("policies").out

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +59,67 @@ def test_compiled_once(sources: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert num_calls == 3, "two sources and a link"
     assert compiler.build() == first
     assert len(calls.read_text().split()) == num_calls
-    assert os.listdir(first.parent) == [compiler.LIBRARY_NAME], "nothing else is left behind"
+    assert set(os.listdir(first.parent)) == {compiler.LIBRARY_NAME, compiler.DIGEST_NAME}, "nothing else is left behind"
+
+
+DAMAGES = {
+    "empty": lambda library: library.write_bytes(b""),
+    "text": lambda library: library.write_text("no library"),
+    "cut": lambda library: os.truncate(library, library.stat().st_size // 2),  # to load it would end the process
+    "a bit": lambda library: library.write_bytes(library.read_bytes()[:-1] + b"x"),
+    "gone": lambda library: library.unlink(),
+    "folder": lambda library: (library.unlink(), library.mkdir(), (library / "x").touch()),
+    "no digest": lambda library: (library.parent / compiler.DIGEST_NAME).unlink(),
+    "wrong digest": lambda library: (library.parent / compiler.DIGEST_NAME).write_bytes(b"x"),
+    "file for a folder": lambda library: (shutil.rmtree(library.parent), library.parent.touch()),
+}
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Nothing was loaded yet, and what a test loads is forgotten."""
+    library.cache_clear()
+    yield
+    library.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_library_is_compiled_again_once(sources: Path, tmp_path: Path, monkeypatch, damage) -> None:
+    calls = counting(tmp_path, monkeypatch)
+    path = compiler.build()
+    damage(path)
+    assert library().vtoken_one() == 1
+    assert compiler.build() == path
+    assert len(calls.read_text().split()) == 6, "all of it twice"
+    assert set(os.listdir(path.parent)) == {compiler.LIBRARY_NAME, compiler.DIGEST_NAME}
+    assert os.listdir(path.parents[1]) == [path.parent.name]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_damaged_library_that_cannot_be_compiled_again(sources: Path) -> None:
+    path = compiler.build()
+    path.write_bytes(b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_compile", lambda *_: (_ for _ in ()).throw(KernelsUnavailable("no room")))
+        with pytest.raises(KernelsUnavailable, match="no room"):
+            library()
+    assert library().vtoken_one() == 1
+
+
+def test_processes_that_find_it_damaged_together_all_get_a_whole_one(sources: Path) -> None:
+    path = compiler.build()
+    path.write_bytes(path.read_bytes()[:1000])
+    script = (
+        "import sys; from pathlib import Path; from vtoken.kernels import compiler; "
+        "compiler.SOURCES = Path(sys.argv[1]); from vtoken.kernels.library import library; "
+        "print(library().vtoken_one())"
+    )
+    command = [sys.executable, "-c", script, str(sources)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    said = [process.communicate() for process in running]
+    assert [out for out, _ in said] == ["1\n"] * 4, said
+    assert compiler._is_whole(path.parent)
 
 
 def test_what_decides_the_code_decides_the_place(sources: Path, tmp_path: Path, monkeypatch) -> None:

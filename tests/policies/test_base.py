@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,11 +15,13 @@ from hypothesis import strategies as st
 
 from tests.policies.views import Lane, view_of
 from vtoken.base.errors import ConfigError
+from vtoken.base.validation import shorten
 from vtoken.policies.arithmetic import pool_max, pool_mean, rank_in_runs, softmax, total
+from vtoken.policies.base import Policy
 from vtoken.policies.expected_attention import ExpectedAttention
 from vtoken.policies.h2o import H2O
 from vtoken.policies.lagkv import LagKV
-from vtoken.policies.registry import BUILT_IN, policy_class
+from vtoken.policies.registry import BUILT_IN, policy_class, resolve_policy
 from vtoken.policies.rkv import RKV
 from vtoken.policies.scissorhands import Scissorhands
 from vtoken.policies.snapkv import SnapKV
@@ -27,6 +32,7 @@ from vtoken.policies.statistics import (
     KeyNorm,
     KeyRedundancy,
     LagDeviation,
+    Statistic,
     Sum,
     SumLast,
 )
@@ -85,6 +91,115 @@ def test_policies_are_equal_when_their_parameters_are() -> None:
     assert len({TOVA(), TOVA(), H2O()}) == 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tabled(Policy):
+    """With a field that nothing checks."""
+
+    name = "tabled"
+    source = "tests"
+
+    table: Any = ()
+
+    def score(self, view: Any) -> Any:
+        return view.positions
+
+
+class Strange:
+    def __eq__(self, other: object) -> bool:
+        raise OSError("gone")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Vague:
+    """Compares like an array, and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __eq__(self, other: object) -> Any:
+        return [True]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (np.zeros(3), "that of a ndarray gives a ndarray, no bool"),
+        (np.zeros(1), "that of a ndarray gives a ndarray, no bool"),
+        ((np.zeros(3), 1), "that of a tuple raises ValueError: The truth value"),
+        ({"a": [np.zeros(3)]}, "that of a dict raises ValueError: The truth value"),
+        (Strange(), "that of a Strange raises OSError: gone"),
+        ([Strange()], "that of a list raises OSError: gone"),
+        (Vague(), "that of a Vague gives a list, no bool"),
+    ],
+)
+def test_a_field_that_cannot_be_compared_is_named(table: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"tabled: table: expected what == tells apart, .*{said}"):
+        Tabled(table=table)
+
+
+@pytest.mark.parametrize("table", [(1.0, 2.0), [1, 2], {"a": (1, [2])}, print, object(), threading.Lock(), np.int64(3)])
+def test_a_field_that_can_be_compared_is_taken(table: Any) -> None:
+    assert (Tabled(table=table) == Tabled(table=table)) is True
+
+
+@pytest.mark.parametrize(
+    ("equal", "said"),
+    [
+        (lambda self, other: np.array([True, False]), "tabled: its == gives a ndarray, no bool"),
+        (lambda self, other: self.table == other.table, "tabled: its == raises AttributeError"),
+    ],
+)
+def test_a_policy_that_cannot_be_compared_is_refused(equal: Callable[..., Any], said: str) -> None:
+    own = dataclass(frozen=True, kw_only=True)(type("Own", (Tabled,), {"__eq__": equal}))
+    with pytest.raises(ConfigError, match=said):
+        own()
+
+
+def test_an_own_comparison_may_look_into_arrays() -> None:
+    def equal(self: Tabled, other: object) -> bool:
+        return isinstance(other, Tabled) and np.array_equal(self.table, other.table)
+
+    own = dataclass(frozen=True, kw_only=True)(type("Own", (Tabled,), {"__eq__": equal}))
+    assert own(table=np.zeros(2)) == own(table=np.zeros(2)) != own(table=np.ones(2))
+
+
+def test_a_comparison_that_leaves_out_fields_is_refused() -> None:
+    @dataclass(frozen=True, eq=False)
+    class Alike(Policy):
+        name = "alike"
+        source = "tests"
+        slack: int = 1
+
+        def score(self, view: Any) -> Any:
+            return view.positions
+
+    with pytest.raises(ConfigError, match="alike: its == does not look at slack; leave out eq=False"):
+        Alike()
+
+
+def test_a_policy_that_leaves_out_its_check_is_checked_when_it_is_named() -> None:
+    class Unchecked(Tabled):
+        def __post_init__(self) -> None: ...
+
+    own = dataclass(frozen=True, kw_only=True)(Unchecked)
+    with pytest.raises(ConfigError, match="tabled: table: expected what == tells apart"):
+        resolve_policy(own(table=np.zeros(3)))
+    with pytest.raises(ConfigError, match="tabled: sinks: expected a whole number"):
+        resolve_policy(own(sinks=-1))
+
+
+def test_a_field_of_words_is_checked_whatever_its_value() -> None:
+    @dataclass(frozen=True)
+    class Worded(Tabled):
+        kind: Literal["a", "b"] = "a"
+
+    with pytest.raises(ConfigError, match=r"tabled: kind: expected 'a' or 'b', got array"):
+        Worded(kind=np.zeros(3))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_policy_says_where_it_comes_from_and_that_it_is_a_uniform_variant(name: str) -> None:
     policy = policy_class(name)()
@@ -115,6 +230,56 @@ def test_statistics_that_differ_have_other_names() -> None:
     some = [Sum(), SumLast(1), SumLast(2), CountLow(2), KeyNorm(), LagDeviation(2, 1), LagDeviation(1, 2)]
     assert len({statistic.name for statistic in some}) == len(some)
     assert SumLast(window=2).name == "SumLast(window=2)"
+
+
+SAME_NUMBERS = [(1, 1.0), (0, -0.0), (0.0, -0.0), (0.5, np.float64(0.5)), (2**53 + 1, float(2**53))]
+
+
+def alike(made: Any) -> list[tuple[Any, Any]]:
+    """Pairs of what was made with a number in two spellings, for each field and number that it takes."""
+    pairs = []
+    for each in fields(made):
+        for one, other in SAME_NUMBERS:
+            try:
+                pairs.append((replace(made, **{each.name: one}), replace(made, **{each.name: other})))
+            except ConfigError:
+                continue
+    return pairs
+
+
+@pytest.mark.parametrize(
+    "made",
+    [Sum(), SumLast(3), CountLow(3), LagDeviation(3, 1), *(each() for each in STATISTICS[3:7]), FutureAttention()],
+)
+def test_equal_statistics_have_equal_names(made: Statistic) -> None:
+    pairs = alike(made)
+    assert all((one == other) == (one.name == other.name) for one, other in pairs)
+    assert all(one == other for one, other in pairs)
+    assert pairs or type(made) is not KeyRedundancy
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_equal_policies_need_statistics_of_equal_names(name: str) -> None:
+    for one, other in alike(policy_class(name)()):
+        assert one == other
+        assert [need.name for need in one.needs] == [need.name for need in other.needs]
+
+
+def test_numbers_are_told_apart_from_what_only_looks_like_them() -> None:
+    assert resolve_policy("rkv:threshold=1").needs[1].name == "KeyRedundancy(threshold=1.0)"
+    assert repr(KeyRedundancy(-0.0)) == "KeyRedundancy(threshold=0.0)"
+    assert H2O(recent=1).num_recent(100) == 1  # a number of tokens, no share
+    with pytest.raises(ConfigError, match="threshold: expected a number, got"):
+        KeyRedundancy(10**400)
+
+
+def test_a_value_that_cannot_be_printed_is_described() -> None:
+    class Shy:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    assert shorten(Shy()) == "a Shy that cannot be printed"
+    assert shorten(10**5000) == "a huge int"
 
 
 def test_only_sums_over_all_queries_forbid_to_skip_some() -> None:

@@ -35,6 +35,22 @@ class Newest(Policy):
 """
 
 
+class Duck:
+    """Scores like a policy, and is none."""
+
+    def score(self, view: Any) -> Any:
+        return view.positions
+
+    def __repr__(self) -> str:
+        return "Duck()"
+
+
+def test_what_is_no_policy_is_said_without_the_field_in_front() -> None:
+    """Who asks puts it there."""
+    with pytest.raises(ConfigError, match=r"^expected a policy's name or a Policy as kv_policy, got Duck\(\)$"):
+        resolve_policy(Duck())  # type: ignore[arg-type]
+
+
 def test_a_name_gives_the_policy_with_its_defaults() -> None:
     assert resolve_policy("h2o") == H2O(recent=0.5)
     for name in BUILT_IN:
@@ -85,9 +101,9 @@ def test_an_instance_is_taken_as_it_is() -> None:
         ("snapkv:stride=16", "snapkv: stride=16 is below the 32 queries it looks at before each decision"),
         ("scissorhands:window=600", "scissorhands: prefill_stride=512 is below the 600 queries"),
         ("rkv:window=200", "rkv: stride=128 is below the 200 queries"),
-        (H2O, r"kv_policy: got the class H2O; give an instance: H2O\(\)"),
-        (7, "kv_policy: expected a policy's name or a Policy, got 7"),
-        (None, "kv_policy: expected a policy's name or a Policy, got None"),
+        (H2O, r"^got the class H2O as kv_policy; give an instance: H2O\(\)"),
+        (7, "^expected a policy's name or a Policy as kv_policy, got 7"),
+        (None, "^expected a policy's name or a Policy as kv_policy, got None"),
     ],
 )
 def test_a_mistake_is_named_and_what_was_expected(spec: Any, said: str) -> None:
@@ -137,6 +153,11 @@ def test_a_policy_of_a_package_is_found_by_its_name(tmp_path: Path, monkeypatch:
 BROKEN = [
     ("import nowhere_to_be_found", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
     ("raise SystemExit(3)", "cannot be loaded: SystemExit: 3"),
+    (
+        "import asyncio; raise asyncio.CancelledError('no more')",
+        "of broken-kv 1.0 cannot be loaded: CancelledError: no more",
+    ),
+    ("raise GeneratorExit", "of broken-kv 1.0 cannot be loaded: GeneratorExit"),
     ("this is no Python", "cannot be loaded: SyntaxError"),
     ("Other = 1", "cannot be loaded: AttributeError"),
     ("Newest = dict", "is no Policy: broken_kv:Newest is <class 'dict'>"),
@@ -145,6 +166,11 @@ BROKEN = [
     (GOOD.replace('    source = "the tests"\n', ""), "policy Newest: give the class a source, a text"),
     (GOOD.replace("@dataclass(frozen=True)\n", ""), r"policy Newest: write @dataclass\(frozen=True\) above the class"),
     (GOOD.replace("(frozen=True)", ""), "cannot be loaded: TypeError: cannot inherit non-frozen dataclass"),
+    (GOOD + "    def __post_init__(self): raise SystemExit('bye')\n", "'newest' cannot be made: SystemExit: bye"),
+    (
+        GOOD + "    def __post_init__(self): pass\n    needs = property(lambda self: 1 / 0)\n",
+        "'newest' cannot be checked: ZeroDivisionError",
+    ),
     (GOOD.replace("def score", "def skore"), "cannot be made: TypeError: Can't instantiate abstract class Newest"),
     (GOOD.replace("slack: int = 3", "slack: int = -0.5"), "newest: slack: expected a whole number, got -0.5"),
     (GOOD.replace("slack: int = 3", "sinks: int = -3"), "newest: sinks: expected a whole number from 0"),
@@ -171,6 +197,50 @@ def test_a_broken_package_is_named_and_breaks_no_other(
     assert entries["zeta"].error is None
     assert resolve_policy("zeta").name == "zeta"
     assert resolve_policy("h2o") == H2O()
+
+
+def test_ctrl_c_while_a_policy_is_imported_is_no_fault_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "slow-kv", {"newest": "slow_kv:Newest"}, {"slow_kv.py": "raise KeyboardInterrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        list_policies()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[vtoken.policies]\nthis line says nothing\n",
+        b"[console_scripts]\ngarbage\n[vtoken.policies]\ntorn = torn_kv:Torn\n",
+        b"[vtoken.policies]\ntorn = \xff\n",
+    ],
+)
+def test_a_list_of_entry_points_that_cannot_be_read_hides_no_other(
+    text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "torn-kv", {"torn": "torn_kv:Torn"}, {})
+    (tmp_path / "torn_kv-1.0.dist-info" / "entry_points.txt").write_bytes(text)
+    install(tmp_path, monkeypatch, "acme-kv", {"newest": "acme_kv:Newest"}, {"acme_kv.py": GOOD})
+    assert resolve_policy("newest").name == "newest"
+    entries = {entry.package: entry for entry in list_policies() if entry.package}
+    assert entries["acme-kv 1.0"].error is None
+    assert entries["torn-kv 1.0"].policy is None
+    assert (entries["torn-kv 1.0"].error or "").startswith("its entry_points.txt cannot be read: ")
+    with pytest.raises(ConfigError, match="unknown kv_policy 'torn'; .*; torn-kv 1.0: its entry_points.txt cannot be"):
+        resolve_policy("torn")
+
+
+def test_garbage_in_a_package_that_offers_no_policy_is_not_ours_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "other", {}, {})
+    (tmp_path / "other-1.0.dist-info" / "entry_points.txt").write_text("[console_scripts]\ngarbage\n")
+    assert [entry.name for entry in list_policies()] == list(BUILT_IN)
+
+
+def test_lines_that_name_no_object_are_said_of_their_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "torn-kv", {"torn": "", "worn": "no such thing!", "born": "torn_kv:a.b.c"}, {})
+    entries = {entry.name: entry for entry in list_policies() if entry.package}
+    assert list(entries) == ["born", "torn", "worn"]
+    assert all("cannot be loaded" in (entry.error or "") for entry in entries.values())
 
 
 def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

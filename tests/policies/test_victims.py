@@ -193,6 +193,11 @@ def answering(answer: Callable[[TokenView], Any]) -> Policy:
             lambda view: np.where(view.positions == 1, np.nan, 1.0),
             "returned NaN for 1 live tokens, the first at position 1",
         ),
+        (
+            lambda view: np.ma.masked_invalid(np.where(view.positions == 1, np.nan, 1.0)),
+            "returned a MaskedArray where an array of numbers was expected",
+        ),
+        (lambda view: np.ma.zeros(view.positions.shape), "returned a MaskedArray where an array of numbers"),
         (lambda view: 1 / 0, "failed with ZeroDivisionError: division by zero"),
         (
             lambda view: np.add(view.positions, 1, out=view.positions),

@@ -117,4 +117,6 @@ def shorten(value: object) -> str:
         text = repr(value[:_LONGEST_VALUE] if isinstance(value, str | bytes | list | tuple) else value)
     except ValueError:  # Python refuses to print whole numbers of more than 4,300 digits
         text = f"a huge {type(value).__name__}"
+    except Exception:  # an object of anybody's, or lists in lists in lists
+        text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"

@@ -13,6 +13,8 @@ import typer
 
 from vtoken.base.config import EngineConfig
 from vtoken.base.errors import ConfigError
+from vtoken.base.validation import shorten
+from vtoken.cli import files
 from vtoken.cli.options import as_flags, read_budget, takes
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ WINDOW_STRIDE: Final = 64
 HAYSTACKS: Final = (512, 1024)
 DEPTHS: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 LIMITS: Final = {"perplexity": 4, "needle": 2, "qa": 50}
+MOST_LIMIT: Final = 1_000_000
 
 TaskName = Literal["perplexity", "needle", "qa"]
 
@@ -153,12 +156,19 @@ def evaluate(
     from vtoken.evals.setting import make_grid
 
     with _named_as_flags():
-        _check(task, text=text, file=file, depths=depths, limit=limit, lengths=lengths, question_known=question_known)
-        for path, option in ((as_json, "json"), (plot, "plot")):
-            if path is not None and not path.resolve().parent.is_dir():
-                raise ConfigError(f"{option}: there is no folder {path.parent} to write {path.name} to")
-            if path is not None and path.is_dir():
-                raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
+        _check(
+            task,
+            text=text,
+            file=file,
+            depths=depths,
+            limit=limit,
+            lengths=lengths,
+            seed=seed,
+            question_known=question_known,
+        )
+        for path, option in ((as_json, "--json"), (plot, "--plot")):
+            if path is not None:
+                files.check_place(path, option)
         if plot is not None:
             plots.check_plot(plot)
         grid = make_grid(
@@ -181,10 +191,6 @@ def evaluate(
         )
     with _named_as_flags(), _Progress() as progress:
         found = run(model, what, grid, engine, progress.begin)
-    if as_json is not None:
-        as_json.write_text(json.dumps(to_json(found), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    if plot is not None:
-        plots.draw(found, plot)
     console = Console()
     for title, table in ((headline(found), main_table(found)), *cell_tables(found)):
         # Rather a line too long for the terminal than figures cut short.
@@ -192,6 +198,12 @@ def evaluate(
         console.print(title, soft_wrap=True, highlight=False)
         console.print(table, width=max(console.width, wanted), crop=False)
         console.print()
+    # Behind the tables: a full disk must not take what was found with it.
+    if as_json is not None:
+        files.write(as_json, json.dumps(to_json(found), indent=1, ensure_ascii=False) + "\n", "--json")
+    if plot is not None:
+        with _named_as_flags():
+            plots.draw(found, plot)
 
 
 @contextmanager
@@ -209,7 +221,7 @@ def _named_as_flags() -> Iterator[None]:
             "length",
             "depth",
             "limit",
-            "json",
+            "seed",
             "plot",
             "question-known",
         ):
@@ -225,6 +237,7 @@ def _check(
     depths: list[float] | None,
     limit: int | None,
     lengths: list[int] | None,
+    seed: int,
     question_known: bool,
 ) -> None:
     """Raise ConfigError for options that another task has, and for numbers that mean nothing."""
@@ -242,11 +255,13 @@ def _check(
         raise ConfigError("file: the task qa needs a file of questions; give one with --file")
     if task == "perplexity" and lengths is not None and len(lengths) > 1:
         raise ConfigError("length: the task perplexity takes one length of a window")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit: expected a whole number from 1 up, got {limit}")
+    if limit is not None and not 1 <= limit <= MOST_LIMIT:
+        raise ConfigError(f"limit: expected a whole number from 1 to {MOST_LIMIT}, got {shorten(limit)}")
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed: expected a whole number from -2**63 to 2**64 - 1, got {shorten(seed)}")
     for length in lengths or ():
         if length < 4:
-            raise ConfigError(f"length: expected a whole number of tokens from 4 up, got {length}")
+            raise ConfigError(f"length: expected a whole number of tokens from 4 up, got {shorten(length)}")
     for depth in depths or ():
         if not 0 <= depth <= 1:
             raise ConfigError(f"depth: expected a share from 0 to 1, got {depth:g}")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from vtoken.base.errors import describe
 
 if TYPE_CHECKING:
     from vtoken.policies.base import Policy
@@ -27,7 +30,7 @@ def policies(as_json: Annotated[bool, typer.Option("--json", help="Print JSON in
     """
     from vtoken.policies.registry import list_policies
 
-    entries = list_policies()
+    entries = [_usable(entry) for entry in list_policies()]
     if as_json:
         typer.echo(json.dumps([_record(entry) for entry in entries], indent=2, default=str))
         return
@@ -36,9 +39,27 @@ def policies(as_json: Annotated[bool, typer.Option("--json", help="Print JSON in
     for entry in entries:
         name = entry.name
         for what, text in _facts(entry):
-            table.add_row(name, what, Text(text))
+            table.add_row(name, what, Text(_printable(text)))
             name = ""
     Console().print(table)
+
+
+def _usable(entry: PolicyEntry) -> PolicyEntry:
+    """The entry, without its policy if that cannot say what there is to show: it may be anybody's."""
+    try:
+        for _, text in _facts(entry):
+            _printable(text)
+        json.dumps(_record(entry), default=str)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return replace(entry, policy=None, error=f"it cannot be described: {describe(error)}")
+    return entry
+
+
+def _printable(text: str) -> str:
+    """Without what no terminal takes: halves of characters."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _facts(entry: PolicyEntry) -> Iterator[tuple[str, str]]:

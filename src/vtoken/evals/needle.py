@@ -57,6 +57,10 @@ class Needle(Task):
         """(depth, length, number of the needle), in the order of the probes."""
         return [(*place, i) for place in product(self.depths, self.lengths) for i in range(self.limit)]
 
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
     def prepare(self, tokenizer: Tokenizer) -> Sequence[Probe]:
         filler = tokenizer.encode(self.text.content, add_special_tokens=False)
         bos = [token for token in tokenizer.encode("a")[:1] if token == tokenizer.bos_token_id]  # where texts have one

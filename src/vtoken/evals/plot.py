@@ -21,7 +21,10 @@ def check_plot(path: Path) -> None:
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
-    """Write a plot: MiB really held a sequence on x, the task's first score on y, a line a policy and KV format."""
+    """Write a plot: MiB really held a sequence on x, the task's first score on y, a line a policy and KV format.
+
+    Raises ConfigError if the file cannot be written.
+    """
     from matplotlib.figure import Figure
 
     task = evaluation.task
@@ -46,4 +49,7 @@ def draw(evaluation: Evaluation, path: Path) -> None:
     axes.set_title(f"{evaluation.model}: {task.about}", fontsize="small")
     axes.legend(fontsize="small")
     axes.grid(color="0.9")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"plot: {path} cannot be written: {error.strerror or error}") from None

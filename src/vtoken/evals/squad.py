@@ -38,31 +38,28 @@ def read_questions(path: Path) -> list[Question]:
     content = read_file(path, "file")
     try:
         whole = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = None  # more than one line, or nothing that is JSON
     if isinstance(whole, dict) and "data" in whole:
         found = list(_squad(path, whole["data"]))
     else:
-        found = [
-            _question(json.loads(line), f"{path}, line {number}")
-            for number, line in enumerate(_checked_lines(path, content), 1)
-            if line.strip()
-        ]
+        found = [_question(record, f"{path}, line {number}") for number, record in _lines(path, content)]
     found = [question for question in found if question.answers]
     if not found:
         raise ConfigError(f"file: {path} holds no question with an answer; expected {_EXPECTED}")
     return found
 
 
-def _checked_lines(path: Path, content: str) -> list[str]:
-    lines = content.split("\n")
-    for number, line in enumerate(lines, 1):
+def _lines(path: Path, content: str) -> list[tuple[int, Any]]:
+    """(number, what it says) of each line that is not blank; all are read before any is looked at."""
+    found = []
+    for number, line in enumerate(content.split("\n"), 1):
         try:
             if line.strip():
-                json.loads(line)
-        except ValueError as error:
+                found.append((number, json.loads(line)))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"file: {path}, line {number}: no JSON: {error}; expected {_EXPECTED}") from None
-    return lines
+    return found
 
 
 def _question(record: Any, where: str) -> Question:

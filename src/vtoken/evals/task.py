@@ -67,6 +67,11 @@ class Task(ABC):
     def about(self) -> str:
         """One line that says what was run, for whoever reads the table."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest text, where that is known before `prepare`; else 0."""
+        return 0
+
     @abstractmethod
     def prepare(self, tokenizer: Tokenizer) -> Sequence[Probe]:
         """The probes. Raises ConfigError where there is nothing to run."""

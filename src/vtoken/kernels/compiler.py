@@ -1,7 +1,8 @@
 """Compile the C++ kernels for this machine, once, and keep the result.
 
 The library lies in the cache under a key of everything that decides its code: sources, flags, compiler, processor and
-torch. A changed machine or version therefore compiles anew, and an old library is never loaded by mistake.
+torch. A changed machine or version therefore compiles anew, and an old library is never loaded by mistake. Nor is a
+damaged one: a digest lies beside it, for loading a file that was cut short may end the process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ logger = logging.getLogger("vtoken")
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY_NAME = "vtoken_kernels.so"
+DIGEST_NAME = "digest"
 
 # `-ffp-contract=fast` lets `a * b + c` on vectors become one instruction. No -ffast-math: NaN and infinity must stay
 # what they are. OpenMP without a runtime of our own: torch has loaded libgomp, whose threads are then shared.
@@ -52,7 +54,7 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 def build(isa: str = "native") -> Path:
-    """Path of the compiled library, compiled now if this machine has not done so before.
+    """Path of the compiled library, compiled now if this machine has not done so before, or what it made is damaged.
 
     `isa` is one of `ISA_FLAGS`: "native" is for use, the others let tests run the code of lesser machines. Raises
     KernelsUnavailable with the reason.
@@ -66,14 +68,43 @@ def build(isa: str = "native") -> Path:
     flags = (*FLAGS, *ISA_FLAGS[isa])
     try:
         target = cache_dir() / "kernels" / _key(compiler, flags)
-        if not (target / LIBRARY_NAME).is_file():
+        if not _is_whole(target):
             with new_folder(target) as folder:
                 # At a level that is seen without further ado: nobody should wait for this without a word.
                 logger.warning("compiling the CPU kernels for this machine, once; this takes some seconds")
                 _compile(compiler, flags, folder / LIBRARY_NAME)
+                (folder / DIGEST_NAME).write_bytes(_digest(folder / LIBRARY_NAME))
+                _mend(target, folder)
     except CheckpointError as error:  # the cache cannot be written
         raise KernelsUnavailable(str(error)) from error
+    except OSError as error:
+        raise KernelsUnavailable(f"the compiled kernels cannot be kept: {error}") from error
     return target / LIBRARY_NAME
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return (folder / DIGEST_NAME).read_bytes() == _digest(folder / LIBRARY_NAME)
+    except OSError:
+        return False
+
+
+def _digest(library: Path) -> bytes:
+    return hashlib.blake2b(library.read_bytes()).digest()
+
+
+def _mend(target: Path, folder: Path) -> None:
+    """Put what was compiled into `folder` in place of the damaged parts of `target`, if there are any.
+
+    Each file is replaced at once, so that other processes, which may be doing the same, find it whole whenever they
+    look; what they have loaded stays theirs.
+    """
+    if target.exists() and not target.is_dir():
+        target.unlink(missing_ok=True)
+    for name in (LIBRARY_NAME, DIGEST_NAME) if target.is_dir() else ():
+        if (target / name).is_dir():
+            shutil.rmtree(target / name)
+        (folder / name).replace(target / name)
 
 
 def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], output: Path) -> None:

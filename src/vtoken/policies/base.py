@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy, deepcopy
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.base.errors import ConfigError
-from vtoken.policies.parameters import Count, Recent, Whole, check_fields
+from vtoken.base.errors import ConfigError, describe
+from vtoken.policies.parameters import Count, Recent, Whole, check_fields, unify_numbers
 from vtoken.policies.statistics import STATISTICS, Statistic
 
 
@@ -60,7 +61,8 @@ class Policy(ABC):
     `recent` ones, or what the request has pinned.
 
     Its parameters are checked when it is made; ConfigError names the one at fault. Two decisions must not count the
-    same queries, so a stride below the observation window is refused.
+    same queries, so a stride below the observation window is refused. Requests with equal policies are decided about
+    together, so `==` has to give a bool: a table of numbers is a tuple, no array.
     """
 
     name: ClassVar[str]
@@ -71,6 +73,7 @@ class Policy(ABC):
     """Whether it gives up whole blocks only, the lowest mean score first."""
     keeps_window: ClassVar[bool] = False
     """Whether the tokens whose queries it looks at, the last `window`, are protected as `recent` ones are."""
+    _is_checked: ClassVar[bool] = False
 
     sinks: Whole = 0
     """Tokens at the beginning of the text that never die."""
@@ -82,7 +85,7 @@ class Policy(ABC):
     """The same for a prompt that is longer than the budget; None = one decision, at its end."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_policy(self)
 
     @property
     def needs(self) -> tuple[Statistic, ...]:
@@ -126,8 +129,10 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _check(policy: Policy) -> None:
-    """Raise ConfigError for a policy that is not made as one, or contradicts itself."""
+def check_policy(policy: Policy) -> None:
+    """Raise ConfigError for a policy that is not made as one, or contradicts itself. Looks at each but once."""
+    if policy._is_checked:
+        return
     of = type(policy)
     if "__dataclass_fields__" not in vars(of):
         raise ConfigError(f"policy {of.__qualname__}: write @dataclass(frozen=True) above the class")
@@ -138,6 +143,8 @@ def _check(policy: Policy) -> None:
         raise ConfigError(f"policy {of.__qualname__}: a name is lower case with underscores, got {policy.name!r}")
     check_fields(policy, Policy, policy.name)  # however a subclass annotates these
     check_fields(policy, of, policy.name)
+    unify_numbers(policy, of)
+    _check_equality(policy)
     needs = policy.needs
     if not isinstance(needs, tuple) or not all(type(need) in STATISTICS for need in needs):
         known = ", ".join(each.__name__ for each in STATISTICS)
@@ -149,3 +156,49 @@ def _check(policy: Policy) -> None:
                 f"{policy.name}: {field}={stride} is below the {policy.window} queries it looks at before each "
                 "decision, so that two decisions would count the same ones"
             )
+    object.__setattr__(policy, "_is_checked", True)
+
+
+def _check_equality(policy: Policy) -> None:
+    """Raise ConfigError unless `==` tells the policy from others, with a bool."""
+    of = type(policy)
+    compared = [field.name for field in fields(of) if field.compare]
+    own = [name for name in compared if name not in Policy.__dataclass_fields__]
+    if own and of.__eq__ is Policy.__eq__:
+        raise ConfigError(f"{policy.name}: its == does not look at {', '.join(own)}; leave out eq=False")
+    twin = copy(policy)
+    for name in compared:
+        object.__setattr__(twin, name, _twin(getattr(policy, name)))
+    code = getattr(of.__eq__, "__code__", None)
+    if code is None or code.co_filename != Policy.__eq__.__code__.co_filename:  # not made by @dataclass
+        wrong = _wrong_with_equality(policy, twin)
+        if wrong is not None:
+            raise ConfigError(f"{policy.name}: its == {wrong}, but has to tell it from other policies")
+        return
+    for name in compared:
+        value = getattr(policy, name)
+        wrong = _wrong_with_equality(value, getattr(twin, name))
+        if wrong is not None:
+            raise ConfigError(
+                f"{policy.name}: {name}: expected what == tells apart, as it does numbers, texts and tuples of them; "
+                f"that of a {type(value).__name__} {wrong}"
+            )
+
+
+def _twin(value: Any) -> Any:
+    """Its equal, but not the same: Python takes what is the same for equal, and does not look into it."""
+    try:
+        return deepcopy(value)
+    except Exception:  # locks, files
+        return value
+
+
+def _wrong_with_equality(one: object, twin: object) -> str | None:
+    for other in (twin, object()):
+        try:
+            answer = one == other
+        except Exception as error:
+            return f"raises {describe(error)}"
+        if not isinstance(answer, bool | np.bool_):
+            return f"gives a {type(answer).__name__}, no bool"
+    return None

@@ -55,6 +55,18 @@ def check_fields(instance: Any, of: type, owner: str) -> None:
             raise ConfigError(f"{owner}: {field.name}: expected {expected}, got {shorten(value)}")
 
 
+def unify_numbers(instance: Any, of: type) -> None:
+    """Give numbers in the fields of the dataclass `of` the type of their annotation, so that equal ones look alike: 1
+    and 1.0, 0.0 and -0.0. They were checked before; where an annotation takes both types each stays what it is."""
+    hints = _hints(of)
+    for field in fields(of):
+        value, types = getattr(instance, field.name), _types(hints[field.name])
+        if isinstance(value, bool) or not isinstance(value, int | float) or not types & {int, float}:
+            continue
+        is_float = isinstance(value, float) or int not in types
+        object.__setattr__(instance, field.name, float(value) + 0.0 if is_float else int(value))
+
+
 def read_parameters(of: type, text: str, owner: str) -> dict[str, Any]:
     """Read `"parameter=value,parameter=value"` for a dataclass. Values are numbers, true, false, none, or else words.
 
@@ -108,6 +120,14 @@ def _branches(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
+def _types(hint: Any) -> set[Any]:
+    """The types that a hint takes, limits aside."""
+    if get_origin(hint) is Annotated:
+        return _types(get_args(hint)[0])
+    branches = _branches(hint)
+    return {hint} if branches == (hint,) else set().union(*map(_types, branches))
+
+
 def _fits(value: Any, hint: Any) -> bool:
     return any(_fits_branch(value, branch) for branch in _branches(hint))
 
@@ -118,12 +138,19 @@ def _fits_branch(value: Any, hint: Any) -> bool:
         limits = [extra for extra in extras if isinstance(extra, Limit)]
         return _fits(value, plain) and all(limit.holds(value) for limit in limits)
     if get_origin(hint) is Literal:
-        return value in get_args(hint)
+        return any(isinstance(value, type(each)) and value == each for each in get_args(hint))
     if hint not in _PLAIN:
         return True
     if isinstance(value, bool) or hint not in (int, float):
         return isinstance(value, bool) == (hint is bool) and isinstance(value, hint)
-    return isinstance(value, int) or (hint is float and isinstance(value, float) and isfinite(value))
+    return isinstance(value, int) if hint is int else isinstance(value, int | float) and _is_finite(value)
+
+
+def _is_finite(number: int | float) -> bool:
+    try:
+        return isfinite(number)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def _expected(hint: Any) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -12,7 +11,7 @@ from typing import Any, Final
 from vtoken.base.errors import ConfigError, describe
 from vtoken.base.registry import suggest
 from vtoken.base.validation import shorten
-from vtoken.policies.base import Policy
+from vtoken.policies.base import Policy, check_policy
 from vtoken.policies.parameters import defaults_of, read_parameters
 
 GROUP: Final = "vtoken.policies"
@@ -86,11 +85,12 @@ def resolve_policy(spec: str | Policy) -> Policy:
     bad parameter, and a policy of another package that cannot be loaded.
     """
     if isinstance(spec, Policy):
-        return spec
+        return _checked(spec, f"kv_policy {type(spec).__qualname__}")
+    # Who names the field in front of these, as the scheduler does, should not have it twice.
     if inspect.isclass(spec) and issubclass(spec, Policy):
-        raise ConfigError(f"kv_policy: got the class {spec.__qualname__}; give an instance: {spec.__qualname__}()")
+        raise ConfigError(f"got the class {spec.__qualname__} as kv_policy; give an instance: {spec.__qualname__}()")
     if not isinstance(spec, str):
-        raise ConfigError(f"kv_policy: expected a policy's name or a Policy, got {shorten(spec)}")
+        raise ConfigError(f"expected a policy's name or a Policy as kv_policy, got {shorten(spec)}")
     name, has_parameters, text = (part.strip() for part in spec.partition(":"))
     owner = f"kv_policy {name!r}"
     of = policy_class(name)
@@ -111,7 +111,8 @@ def policy_class(name: str) -> type[Policy]:
 def list_policies() -> list[PolicyEntry]:
     """All that can be named: ours first, then those of packages in order of name, the broken ones with their errors."""
     entries = [PolicyEntry(name, None, _make(policy_class(name), {}, name)) for name in BUILT_IN]
-    for point in sorted(_entry_points(), key=lambda point: (point.name, _package(point))):
+    points, unreadable = _entry_points()
+    for point in sorted(points, key=lambda point: (point.name, _package(point))):
         try:
             if point.name in BUILT_IN:
                 raise ConfigError("the name is taken by a policy of vtoken")
@@ -119,6 +120,7 @@ def list_policies() -> list[PolicyEntry]:
             entries.append(PolicyEntry(point.name, _package(point), policy))
         except ConfigError as error:
             entries.append(PolicyEntry(point.name, _package(point), None, str(error)))
+    entries += [PolicyEntry("?", package, None, why) for package, why in sorted(unreadable.items())]
     return entries
 
 
@@ -131,36 +133,79 @@ def _make(of: type[Policy], parameters: dict[str, Any], owner: str) -> Policy:
     if missing:
         raise ConfigError(f"{owner}: needs {', '.join(f'{name}=...' for name in missing)}")
     try:
-        return of(**parameters)
-    except ConfigError:
+        policy = of(**parameters)
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a policy may be anybody's
+    except BaseException as error:  # a policy may be anybody's
         raise ConfigError(f"{owner} cannot be made: {describe(error)}") from error
+    return _checked(policy, owner)
 
 
-def _entry_points() -> Iterator[metadata.EntryPoint]:
-    return iter(metadata.entry_points(group=GROUP))
+def _checked(policy: Policy, owner: str) -> Policy:
+    """A policy whose class may have left out the check when it was made."""
+    try:
+        check_policy(policy)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{owner} cannot be checked: {describe(error)}") from error
+    return policy
+
+
+def _entry_points() -> tuple[list[metadata.EntryPoint], dict[str, str]]:
+    """What packages offer, and those whose list of it cannot be read: package -> why."""
+    try:
+        return list(metadata.entry_points(group=GROUP)), {}
+    except Exception:  # one package's file hides all the others: look at each by itself
+        found: dict[str, list[metadata.EntryPoint]] = {}
+        unreadable: dict[str, str] = {}
+        for package in metadata.distributions():
+            name = _name(package)
+            try:
+                found.setdefault(name, list(package.entry_points.select(group=GROUP)))
+            except Exception as error:
+                if _may_offer(package):
+                    unreadable[name] = f"its entry_points.txt cannot be read: {describe(error)}"
+        return [point for points in found.values() for point in points], unreadable
+
+
+def _may_offer(package: metadata.Distribution) -> bool:
+    try:
+        return GROUP in (package.read_text("entry_points.txt") or "")
+    except Exception:
+        return True
+
+
+def _name(package: metadata.Distribution) -> str:
+    try:
+        return f"{package.name} {package.version}"
+    except Exception:
+        return f"a package without a name in {package.locate_file('')}"
 
 
 def _package(point: metadata.EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+    return point.value if point.dist is None else _name(point.dist)
 
 
 @cache  # looking through all installed packages takes milliseconds, and a request may name its policy
 def _third_party(name: str) -> type[Policy]:
     """Load a policy by its entry point."""
-    points = [point for point in _entry_points() if point.name == name]
+    offered, unreadable = _entry_points()
+    points = [point for point in offered if point.name == name]
     if not points:
-        known = [*BUILT_IN, *sorted({point.name for point in _entry_points()})]
+        known = [*BUILT_IN, *sorted({point.name for point in offered})]
         same = [each for each in known if _plain(each) == _plain(name)]
         hint = f"did you mean {same[0]!r}? " if same else suggest(name, known)
-        raise ConfigError(f"unknown kv_policy {name!r}; {hint}known: {', '.join(known)}")
+        missing = "".join(f"; {package}: {why}" for package, why in sorted(unreadable.items()))
+        raise ConfigError(f"unknown kv_policy {name!r}; {hint}known: {', '.join(known)}{missing}")
     packages = sorted({_package(point) for point in points})
     if len(points) > 1:
         raise ConfigError(f"kv_policy {name!r} is offered more than once: {', '.join(packages)}; remove all but one")
     try:
         found = points[0].load()
-    except (Exception, SystemExit) as error:  # whatever importing it does
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever importing it does
         raise ConfigError(f"kv_policy {name!r} of {packages[0]} cannot be loaded: {describe(error)}") from error
     if not (inspect.isclass(found) and issubclass(found, Policy)):
         raise ConfigError(f"kv_policy {name!r} of {packages[0]} is no Policy: {points[0].value} is {shorten(found)}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from vtoken.policies.parameters import Count, Whole, check_fields
+from vtoken.policies.parameters import Count, Whole, check_fields, unify_numbers
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class Statistic:
 
     def __post_init__(self) -> None:
         check_fields(self, type(self), type(self).__name__)
+        unify_numbers(self, type(self))  # or equal ones would have several names
 
     @property
     def name(self) -> str:
-        """Unique among statistics that differ: the class and its parameters."""
+        """The class and its parameters: the same for equal statistics, and for no others."""
         parameters = ", ".join(f"{key}={value}" for key, value in vars(self).items())
         return f"{type(self).__name__}({parameters})"
 

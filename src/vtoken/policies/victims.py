@@ -34,7 +34,7 @@ def checked_scores(policy: Policy, view: TokenView, candidates: Mask | None = No
     """[lanes, tokens]: the policy's scores, of which those of `candidates` (None = the live tokens) are numbers.
 
     Infinity is a score. Raises PolicyError, in words for who wrote the policy, when `score` raises, or returns an array
-    of another shape or kind, or NaN for a candidate.
+    of another shape or kind, a masked one, or NaN for a candidate.
     """
     shape = view.positions.shape
     try:
@@ -44,14 +44,16 @@ def checked_scores(policy: Policy, view: TokenView, candidates: Mask | None = No
         raise
     except Exception as error:  # a policy may be anybody's
         raise PolicyError(f"kv_policy {policy.name!r}: score() failed with {describe(error)}") from error
-    if not isinstance(scores, np.ndarray) or scores.dtype.kind not in "fiub":
-        got = f"an array of {scores.dtype}" if isinstance(scores, np.ndarray) else f"a {type(scores).__name__}"
+    # What lies under a mask is hidden from every check below.
+    is_plain = isinstance(scores, np.ndarray) and not isinstance(scores, np.ma.MaskedArray)
+    if not is_plain or scores.dtype.kind not in "fiub":
+        got = f"an array of {scores.dtype}" if is_plain else f"a {type(scores).__name__}"
         raise PolicyError(f"kv_policy {policy.name!r}: score() returned {got} where an array of numbers was expected")
     if scores.shape != shape:
         raise PolicyError(
             f"kv_policy {policy.name!r}: score() returned shape {list(scores.shape)} for {list(shape)} lanes and tokens"
         )
-    checked: NDArray[np.float64] = scores.astype(np.float64, copy=False)
+    checked: NDArray[np.float64] = np.asarray(scores, np.float64)
     is_nan = np.isnan(checked) & (view.is_live if candidates is None else candidates)
     if is_nan.any():
         lane, token = np.argwhere(is_nan)[0]
