@@ -99,6 +99,9 @@ def generate(
     if verbose:
         logging.basicConfig(stream=sys.stderr, format="%(message)s")
         logging.getLogger("vtoken").setLevel(logging.INFO)
+    from vtoken.engine.precheck import precheck
+
+    precheck(config)  # torch takes seconds to import
     from vtoken.engine.llm import LLM
 
     with LLM(**dict(config)) as llm:

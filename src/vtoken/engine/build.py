@@ -9,10 +9,11 @@ import torch
 from vtoken.attention.registry import BACKENDS
 from vtoken.base.clock import Clock
 from vtoken.base.config import EngineConfig
-from vtoken.base.errors import ConfigError, RequestError
+from vtoken.base.errors import ConfigError
 from vtoken.base.registry import suggest
 from vtoken.base.units import format_bytes
 from vtoken.engine.engine import Engine, EngineFacts
+from vtoken.engine.precheck import default_retention
 from vtoken.engine.text import Tokenizer
 from vtoken.executor.local import LocalExecutor
 from vtoken.kernels.compiler import KernelsUnavailable
@@ -24,7 +25,6 @@ from vtoken.models.kernels import BATCH_INVARIANT, COMPILED
 from vtoken.models.loader import load_model, resolve_model
 from vtoken.models.prepare import prepare_linears
 from vtoken.planner.kv_memory import KVShape, plan_kv
-from vtoken.policies.registry import resolve_policy
 from vtoken.policies.statistics import Statistic
 from vtoken.schedule.capacity import longest_sequence
 from vtoken.schedule.config import SchedulerConfig
@@ -133,26 +133,17 @@ def _attention_backend(name: str) -> str:
 
 
 def _retention(config: EngineConfig, statistics: frozenset[type[Statistic]]) -> RetentionSettings:
-    """What requests keep that say nothing of it. Raises ConfigError for what cannot work here."""
-    policy = None if config.kv_policy is None else resolve_policy(config.kv_policy)
-    settings = RetentionSettings(
-        policy, config.kv_budget, config.kv_trigger, config.kv_stride, config.kv_prefill_stride
-    )
-    if policy is None and config.kv_budget is None:  # requests may bring their own
+    """See `default_retention`; and no policy that this attention backend does not tell what it needs."""
+    settings = default_retention(config)
+    policy = settings.policy
+    if policy is None:
         return settings
-    try:
-        retention = settings.resolve(KEEPS_ALL, config.block_size)
-    except RequestError as error:
-        raise ConfigError(str(error)) from None
-    assert retention is not None, "there is a policy, and a budget"
-    for need in retention.policy.needs:
+    for need in policy.needs:
         if type(need) not in statistics:
             raise ConfigError(
-                f"kv_policy={retention.policy.name!r} needs {need.name}, which attention_backend="
+                f"kv_policy={policy.name!r} needs {need.name}, which attention_backend="
                 f"{config.attention_backend!r} does not give"
             )
-    if isinstance(retention.budget, int):
-        retention.policy.check_budget(retention.budget)
     return settings
 
 

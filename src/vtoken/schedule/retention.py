@@ -154,7 +154,11 @@ class RetentionSettings:
             field = next((name for name, value in given.items() if value is not None), None)
             if field is None:
                 return None
-            missing = "a kv_policy, which says which tokens may die" if policy is None else "a kv_budget"
+            missing = (
+                "a kv_policy, which says which tokens may die"
+                if policy is None
+                else "a kv_budget, in tokens (512) or as a share of the text (0.5)"
+            )
             raise RequestError(f"{field}: has no effect without {missing}", field)
         stride = self.stride or defaults.stride or policy.stride or max(block_size, policy.window)
         prefill_strides = (self.prefill_stride, defaults.prefill_stride, policy.prefill_stride, AT_THE_END)
