@@ -362,6 +362,8 @@ class Driver:
 
     def check_idle(self) -> None:
         """Nothing runs, and nothing is held but what the prefix cache keeps."""
+        while self.memory.moves:  # copies beside the steps end some time
+            self.step()
         usage, scheduler = self.memory.usage(), self.scheduler
         self.finished += scheduler.take_finished()
         assert scheduler.num_unfinished == scheduler.num_waiting == scheduler.num_preempted == 0

@@ -13,6 +13,7 @@ import torch
 from tests.engine.recorded import Demand, Recording, record
 from tests.models.dense import dense_causal
 from tests.tiny_models import VOCAB_SIZE, save_planted_llama
+from vtoken import LLM, SamplingParams
 from vtoken.models.kernels import BATCH_INVARIANT
 from vtoken.models.loader import load_model
 from vtoken.policies.registry import BUILT_IN
@@ -112,3 +113,16 @@ def test_x08_bits_and_victims_at_a_fixed_budget_depend_on_the_request_alone(
         assert together.stats.scheduler.preemptions_recompute > 0
     if name == "swap":
         assert together.stats.scheduler.preemptions_swap > 0
+
+
+def test_copies_beside_the_steps_outlive_no_request(folder: Path) -> None:
+    """Whoever ends last, no block stays pinned."""
+    with LLM(str(folder), skip_tokenizer_init=True, num_blocks=24, block_size=8, max_model_len="auto", kv_policy="knorm",
+             kv_budget=24, kv_stride=16, kv_prefill_stride=16, kv_copies="beside", max_num_seqs=8,
+             max_num_batched_tokens=64) as llm:  # fmt: skip
+        engine = llm.engine
+        for max_tokens in range(1, 24):
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            llm.generate([demand.prompt for demand in demands(3)], params, use_tqdm=False)
+            assert not engine.scheduler.memory.moves
+            assert not engine.scheduler.memory.pool.pins.any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from vtoken.engine.outputs import CompletionOutput, RequestMetrics, RequestOutpu
 from vtoken.engine.stats import EngineStats
 from vtoken.engine.text import IncrementalDetokenizer, Tokenizer, prompt_of_nothing
 from vtoken.executor.base import Executor
+from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.scheduler import Scheduler
 from vtoken.schedule.sequence import Request, Sequence
 
@@ -124,21 +126,34 @@ class Engine:
         """
         with HeldInterrupt():
             started = self._clock.now()
-            drawn: list[tuple[Sequence, int]] = []
             plan = self.scheduler.schedule()
-            if plan is not None:
-                try:
-                    drawn = self.scheduler.apply(self.executor.execute(plan))
-                except BaseException as error:
-                    self.scheduler.fail(error)
-                    if not isinstance(error, Exception):
-                        raise
-            self._outputs += self._report(drawn)
+            self._outputs += self._report([] if plan is None else self._run(plan))
+            self._await_copies()
             self._busy_seconds += self._clock.now() - started
         if plan is None and self.scheduler.num_unfinished:
             raise EngineError(f"nothing can run, but {self.scheduler.num_unfinished} requests are left: a bug of ours")
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _await_copies(self) -> None:
+        """Copies beside the steps may outlive the last request, and hold on to their blocks. They take milliseconds;
+        one that does not end is heard of when the next request comes."""
+        for _ in range(1000):
+            plan = None if self.scheduler.num_unfinished else self.scheduler.schedule()
+            if plan is None:
+                return
+            self._run(plan)
+            time.sleep(0.0002)
+
+    def _run(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
+        """The tokens drawn; none if the step failed, which ends one request at most."""
+        try:
+            return self.scheduler.apply(self.executor.execute(plan))
+        except BaseException as error:
+            self.scheduler.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            return []
 
     def _report(self, drawn: list[tuple[Sequence, int]]) -> list[RequestOutput]:
         advanced: dict[Request, _Tracked] = {}

@@ -233,8 +233,8 @@ class Scheduler:
                 self._residents.resume(batch)
                 if not self._residents.preempted:  # nobody new while one that was promised its blocks waits for them
                     self._residents.admit(batch)
-        # With nothing to run a plan may still be due: only so are copies heard of that pin blocks somebody waits for.
-        if batch.is_empty and not (self.memory.moves and self._requests):
+        # With nothing to run a plan may still be due: only so are copies heard of that pin blocks.
+        if batch.is_empty and not self.memory.moves:
             if not self._requests:
                 return None
             self._give_up(next(iter((*self._residents.preempted, *self._residents.waiting, *self._residents.running))))
