@@ -117,9 +117,10 @@ def test_x08_bits_and_victims_at_a_fixed_budget_depend_on_the_request_alone(
 
 def test_copies_beside_the_steps_outlive_no_request(folder: Path) -> None:
     """Whoever ends last, no block stays pinned."""
-    with LLM(str(folder), skip_tokenizer_init=True, num_blocks=24, block_size=8, max_model_len="auto", kv_policy="knorm",
-             kv_budget=24, kv_stride=16, kv_prefill_stride=16, kv_copies="beside", max_num_seqs=8,
-             max_num_batched_tokens=64) as llm:  # fmt: skip
+    settings = {"num_blocks": 24, "block_size": 8, "max_model_len": "auto", "max_num_seqs": 8,
+                "max_num_batched_tokens": 64}  # fmt: skip
+    eviction = {"kv_policy": "knorm", "kv_budget": 24, "kv_stride": 16, "kv_prefill_stride": 16}
+    with LLM(str(folder), skip_tokenizer_init=True, kv_copies="beside", **settings, **eviction) as llm:
         engine = llm.engine
         for max_tokens in range(1, 24):
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
