@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.runs import JOBS, NUM_BLOCKS, run, setting, start
 from vtoken.base.errors import RequestError
-from vtoken.bench.arms import ARMS, evicts, run_arm
+from vtoken.bench.arms import ARMS, evicts, run_arm, run_in_turns
 from vtoken.bench.jobs import Job
 from vtoken.bench.metrics import reduction
 from vtoken.bench.slot_map import Cell
@@ -145,3 +145,13 @@ def test_copies_beside_the_steps_have_the_same_victims() -> None:  # V9
     assert beside.victims == ordered.victims
     assert beside.copy_wait_seconds == 0
     assert ordered.copy_wait_seconds > 0
+
+
+def test_runs_in_turns_are_the_runs_themselves() -> None:
+    turns = run_in_turns([setting("native"), setting("vtoken")], JOBS, start, seed=0)
+    for arm, found in zip(("native", "vtoken"), turns, strict=True):
+        alone = run(arm)  # type: ignore[arg-type]
+        assert found.setting.arm == arm
+        assert found.metrics.victims == alone.metrics.victims
+        assert found.metrics.steps == alone.metrics.steps
+        assert found.metrics.seconds == alone.metrics.seconds, "a simulated clock stands still in the others' turns"

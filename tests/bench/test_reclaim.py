@@ -102,6 +102,7 @@ def test_with_the_pool_half_empty_nothing_is_planned(found: Report) -> None:  # 
     assert over is not None
     assert (over.reclaim_plans, over.tokens_evicted) == (0, 0)
     assert over.peak_held_blocks <= over.num_blocks / 2
+    assert len(over.rounds) == 3
 
 
 def test_each_workload_has_a_picture(found: Report) -> None:

@@ -134,6 +134,14 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, text: str, said: st
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("line", [1, 2, 4])
+def test_a_field_longer_than_csv_takes_is_said_with_its_line(tmp_path: Path, line: int) -> None:
+    lines = AZURE.splitlines()
+    lines[line - 1] += "," + "9" * 200_000
+    with pytest.raises(ConfigError, match=rf"trace: .*, line {line}: no CSV: field larger than field limit"):
+        read_trace(write(tmp_path, "\n".join(lines)))
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_trace(tmp_path / "nowhere.csv")

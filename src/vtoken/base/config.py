@@ -146,7 +146,8 @@ class EngineConfig(Settings):
         default=None,
     )
     kv_budget: KVBudget | None = setting(
-        "Tokens of a sequence that stay: a number, or as a decimal fraction a share of its text; needs kv_policy.",
+        "Tokens of a sequence that are safe: a number, or as a decimal fraction a share of its text. Under pressure "
+        "more stay as long as there is room; with kv_trigger='always' the rest dies at its places. Needs kv_policy.",
         expected=KV_BUDGET_EXPECTED,
         default=None,
     )
@@ -162,7 +163,8 @@ class EngineConfig(Settings):
         default=None,
     )
     kv_prefill_stride: KVPrefillStride | None = setting(
-        "The same for a prompt that is longer than its budget; 0: once, at its end; without it the policy's own.",
+        "The same for a prompt that is longer than its budget; 0: once, at its end; without it the policy's own. "
+        "Budget and stride together are what a prompt longer than the pool needs room for.",
         expected=KV_PREFILL_STRIDE_EXPECTED,
         default=None,
     )

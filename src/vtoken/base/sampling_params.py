@@ -124,7 +124,7 @@ class SamplingParams(Settings):
         "Which tokens may die, instead of the engine's kv_policy.", expected=KV_POLICY_EXPECTED, default=None
     )
     kv_budget: KVBudget | None = setting(
-        "Tokens that stay, instead of the engine's kv_budget.", expected=KV_BUDGET_EXPECTED, default=None
+        "Tokens that are safe, instead of the engine's kv_budget.", expected=KV_BUDGET_EXPECTED, default=None
     )
     kv_trigger: KVTrigger | None = setting(
         "When tokens die, instead of the engine's kv_trigger.", expected="'pressure', 'always' or None", default=None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, get_args
 
@@ -62,6 +62,50 @@ def run_arm(
 
     Raises EngineError if a request ends with an error, ConfigError or RequestError for what could never run.
     """
+    return _finish(_drive(setting, jobs, start, seed=seed, refill=refill, pictures=pictures))
+
+
+def run_in_turns(
+    settings: Sequence[Setting], jobs: Sequence[Job], start: Callable[[Setting], Stage], *, seed: int
+) -> list[Run]:
+    """The same as `run_arm` for each setting, but a step of one, a step of the next, and so on: a busy moment of the
+    machine meets them all. Steps are timed each by itself; the runs' own clocks go on while the others have their turn.
+    """
+    drives = [_drive(setting, jobs, start, seed=seed, refill=False, pictures=False) for setting in settings]
+    runs: dict[int, Run] = {}
+    try:
+        while len(runs) < len(drives):
+            for i, drive in enumerate(drives):
+                if i not in runs:
+                    try:
+                        next(drive)
+                    except StopIteration as end:
+                        runs[i] = end.value
+    finally:
+        for drive in drives:
+            drive.close()
+    return [runs[i] for i in range(len(drives))]
+
+
+def _finish(drive: Generator[None, None, Run]) -> Run:
+    while True:
+        try:
+            next(drive)
+        except StopIteration as end:
+            run: Run = end.value
+            return run
+
+
+def _drive(
+    setting: Setting,
+    jobs: Sequence[Job],
+    start: Callable[[Setting], Stage],
+    *,
+    seed: int,
+    refill: bool,
+    pictures: bool,
+) -> Generator[None, None, Run]:
+    """Stops after every step."""
     stage = start(setting)
     try:
         scheduler = stage.scheduler
@@ -84,6 +128,7 @@ def run_arm(
                 stage.wait_until(begin + coming[0][1].arrival)
                 continue
             _step(stage, recorder, begin)
+            yield
             for request in scheduler.take_finished():
                 if request.error is not None:
                     raise EngineError(f"arm {setting.arm}: request {request.request_id} failed: {request.error}")

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Final, get_args
 from vtoken.base.config import KVCopies
 from vtoken.base.errors import ConfigError
 from vtoken.base.registry import suggest
+from vtoken.base.validation import shorten
 from vtoken.bench.arms import ARMS
 from vtoken.bench.devices import find_device
 from vtoken.bench.jobs import Workload
 from vtoken.bench.reclaim import BenchConfig, Place
 from vtoken.bench.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
 from vtoken.bench.shapes import find_shape
-from vtoken.bench.stages import Arm, Setting, SimulatedStage, Stage
+from vtoken.bench.stages import Arm, Setting, SimulatedStage, Stage, simulated_bytes
 from vtoken.bench.traces import CountTokens, read_trace
 from vtoken.bench.workloads import WORKLOADS, make_workload
 from vtoken.policies.registry import resolve_policy
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from vtoken.policies.base import Policy
 
 ALL: Final = "all"
+MOST_BLOCKS: Final = 2**31 - 1  # ids of blocks are int32
+MOST_REQUESTS: Final = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,14 @@ def configure(asked: Asked) -> BenchConfig:
     ratios = tuple(sorted({_ratio(ratio) for ratio in asked.ratios or preset.ratios}))
     block_sizes = tuple(dict.fromkeys(_block_size(size) for size in asked.block_sizes or preset.block_sizes))
     arms = _arms(asked.arms)
-    if asked.num_blocks is not None and asked.num_blocks < 1:
-        raise ConfigError(f"pool: expected a number of blocks from 1 up, or auto, got {asked.num_blocks}")
-    if asked.limit is not None and asked.limit < 1:
-        raise ConfigError(f"limit: expected a number of requests from 1 up, got {asked.limit}")
+    if asked.num_blocks is not None and not 1 <= asked.num_blocks <= MOST_BLOCKS:
+        raise ConfigError(
+            f"pool: expected a number of blocks from 1 to {MOST_BLOCKS}, or auto, got {shorten(asked.num_blocks)}"
+        )
+    if asked.limit is not None and not 1 <= asked.limit <= MOST_REQUESTS:
+        raise ConfigError(f"limit: expected a number of requests from 1 to {MOST_REQUESTS}, got {shorten(asked.limit)}")
     if not 0 <= asked.seed < 2**63:
-        raise ConfigError(f"seed: expected a whole number from 0 to 2**63 - 1, got {asked.seed}")
+        raise ConfigError(f"seed: expected a whole number from 0 to 2**63 - 1, got {shorten(asked.seed)}")
     copies = next((kind for kind in get_args(KVCopies) if kind == asked.copies), None)
     if copies is None:
         raise ConfigError(f"copies: expected ordered or beside, got {asked.copies!r}")
@@ -138,12 +143,14 @@ def _policy(spec: str) -> Policy:
 def _ratio(ratio: float) -> float:
     if not (isfinite(ratio) and 0 < ratio < 1):
         raise ConfigError(f"ratio: expected the share of a text to erase, above 0 and below 1, got {ratio:g}")
+    if 1 - ratio == 1:
+        raise ConfigError(f"ratio: {ratio:g} is too little to tell what is left from the whole text")
     return ratio
 
 
 def _block_size(size: int) -> int:
     if not 4 <= size <= 256:
-        raise ConfigError(f"block_size: expected a whole number of tokens from 4 to 256, got {size}")
+        raise ConfigError(f"block_size: expected a whole number of tokens from 4 to 256, got {shorten(size)}")
     return size
 
 
@@ -199,7 +206,7 @@ def _place(asked: Asked) -> tuple[Place, int, CountTokens | None]:
             f"{COMPUTE_EFFICIENCY:.0%} of its FLOP/s",
             "attention": "heavy hitters, as uneven as SmolLM2-135M's",
         }
-        return Place(simulate, about), shape.max_position_embeddings, None
+        return Place(simulate, about, simulated_bytes), shape.max_position_embeddings, None
     return _model_place(asked.model, with_tokenizer=asked.trace is not None)
 
 

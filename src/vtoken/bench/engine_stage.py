@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from vtoken.base.clock import MonotonicClock
+from vtoken.base.clock import Clock, MonotonicClock
 from vtoken.base.config import EngineConfig
 from vtoken.bench.roofline import StepSeconds
 from vtoken.bench.stages import Setting
@@ -14,12 +14,12 @@ from vtoken.schedule.plan import StepPlan, StepResult
 
 
 class EngineStage:
-    """A real model, timed by the machine's clock. `model` is what `EngineConfig` takes."""
+    """A real model, timed by the machine's clock or the one given. `model` is what `EngineConfig` takes."""
 
     counts_host = True
 
-    def __init__(self, setting: Setting, model: str) -> None:
-        self._clock = MonotonicClock()
+    def __init__(self, setting: Setting, model: str, clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
         config = EngineConfig(
             model=model,
             skip_tokenizer_init=True,

@@ -9,7 +9,8 @@ from typing import Final
 
 from vtoken.bench import plots
 from vtoken.bench.report import Report, TargetReport
-from vtoken.bench.table import HEADINGS, run_rows, show_value
+from vtoken.bench.table import HEADINGS, LEGEND, run_rows, show_pair, show_value
+from vtoken.bench.targets import counted
 
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2126; background: #fff; max-width: 1120px;
@@ -30,19 +31,19 @@ td.text, th.text { text-align: left; } tr.first td { border-top: 2px solid #c9cd
 def to_html(report: Report) -> str:
     """Raises ConfigError where there is no matplotlib."""
     plots.check_matplotlib()
-    met = sum(target.verdict == "met" for target in report.targets)
     body = [
         "<h1>vtoken bench reclaim</h1>",
         f'<p class="dim">vtoken {escape(report.vtoken)}, {escape(report.created)}. Evicted tokens leave holes; this is '
         "what giving their memory back is worth. The arms run the same jobs through the same scheduler and books, and "
         "lose the same tokens.</p>",
-        f"<h2>Targets: {met} of {len(report.targets)} met</h2>",
+        f"<h2>Targets: {counted(report.targets)}</h2>",
         _targets(report.targets),
         *_pictures(report),
         *_sweeps(report),
         "<h2>All runs</h2>",
         '<p class="dim">Blocks are means over all tokens of all answers; seconds of a simulated device are those of '
         "its roofline, and planning is host time as measured.</p>",
+        f'<p class="dim">{escape(LEGEND)}.</p>',
         _table(HEADINGS, run_rows(report.runs), texts=3),
         "<h2>Against naive eviction</h2>",
         _comparisons(report),
@@ -80,19 +81,22 @@ def to_html(report: Report) -> str:
 def _targets(targets: Sequence[TargetReport]) -> str:
     rows = []
     for target in targets:
+        if target.verdict == "not measured":
+            continue
+        wanted, measured = show_pair(target)
         kind = {"met": "met", "missed": "missed"}.get(target.verdict, "not")
         rows.append(
-            f'<tr><td class="text">{escape(target.name)}<br><span class="dim">{escape(target.requirement)}: '
-            f"{escape(target.statement)}</span></td>"
-            f"<td>{escape(show_value(target.wanted, target.unit))}</td>"
-            f"<td>{escape(show_value(target.measured, target.unit))}</td>"
+            f'<tr><td class="text">{escape(target.name)}<br><span class="dim">{escape(target.statement)}</span></td>'
+            f"<td>{escape(wanted)}</td><td>{escape(measured)}</td>"
             f'<td class="{kind}">{target.verdict}</td>'
             f'<td class="text">{escape(target.where)}<br><span class="dim">{escape(target.why)}</span></td>'
             f'<td class="text dim">{escape(target.how)}</td></tr>'
         )
     heads = ("what", "wanted", "measured", "", "where, and why", "how it is computed")
     header = "".join(f"<th{' class=text' if i in (0, 4, 5) else ''}>{head}</th>" for i, head in enumerate(heads))
-    return f'<div class="wide"><table><tr>{header}</tr>{"".join(rows)}</table></div>'
+    others = [target.name for target in targets if target.verdict == "not measured"]
+    left_out = f'<p class="dim">Not measured here: {escape("; ".join(others))}.</p>' if others else ""
+    return f'<div class="wide"><table><tr>{header}</tr>{"".join(rows)}</table></div>{left_out}'
 
 
 def _pictures(report: Report) -> Iterable[str]:
@@ -113,8 +117,8 @@ def _pictures(report: Report) -> Iterable[str]:
             part = "" if shown == picture.cell.num_blocks else f" (the first {shown} blocks)"
             yield _figure(
                 plots.slots(picture.slots_before, picture.slots_after),
-                f"Every cell of the pool{part}, a block a column, before and after the largest reclaim of the run: "
-                f"{picture.blocks_returned} blocks came back.",
+                f"Every cell of the pool{part}, a block a column, before and after the largest reclaim of the run, and "
+                f"before any is handed out again: {picture.blocks_returned} blocks came back.",
             )
 
 
@@ -195,7 +199,7 @@ def _probes(report: Report) -> Iterable[str]:
             f"<p>{escape(over.policy)}, ready to evict under pressure, {over.peak_held_blocks} of {over.num_blocks} "
             f"blocks held at most: {over.reclaim_plans} reclaim plans, {over.tokens_evicted} tokens evicted. A decode "
             f"step takes {over.vtoken_step_seconds * 1e3:.3f} ms against {over.native_step_seconds * 1e3:.3f} ms: "
-            f"{over.overhead:+.2%}.</p>"
+            f"{over.overhead:+.2%}, spread of {len(over.rounds)} rounds {show_value(over.spread, 'share')}.</p>"
         )
 
 

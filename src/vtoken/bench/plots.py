@@ -14,6 +14,7 @@ from vtoken.bench.slot_map import Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 COLOURS: Final = {"native": "#7a7f87", "naive": "#d1495b", "repack": "#e0a030", "vtoken": "#1f7a8c"}
@@ -59,6 +60,7 @@ def running_over_time(picture: Picture) -> bytes:
     for line in picture.lines:
         axes.step(line.seconds, line.running, color=COLOURS[line.arm], label=line.arm, linewidth=1.4, where="post")
     axes.set_xlabel("seconds")
+    _whole_numbers(axes.yaxis)
     axes.set_ylabel("requests at once")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, ncols=4, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -72,6 +74,7 @@ def occupancy(picture: Picture) -> bytes:
     for i, (arm, shares) in enumerate(picture.occupancy.items()):
         places = np.arange(len(shares)) - 0.4 + (i + 0.5) * width
         axes.bar(places, np.array(shares) * 100, width, color=COLOURS[arm], label=arm)
+    _whole_numbers(axes.xaxis)
     axes.set_xlabel("live tokens in a held block")
     axes.set_ylabel("% of held blocks")
     axes.legend(frameon=False, ncols=4, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -157,6 +160,12 @@ def _plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.label.set_fontsize(9)
     axes.yaxis.label.set_fontsize(9)
+
+
+def _whole_numbers(axis: Axis) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=17, integer=True))
 
 
 def _png(figure: Figure) -> bytes:

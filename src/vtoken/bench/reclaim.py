@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 import vtoken
 from vtoken.base.config import KVCopies
@@ -25,7 +26,7 @@ from vtoken.base.errors import ConfigError
 from vtoken.base.host_memory import available_bytes
 from vtoken.base.units import format_bytes
 from vtoken.bench import knee
-from vtoken.bench.arms import Run, evicts, run_arm
+from vtoken.bench.arms import Run, evicts, run_arm, run_in_turns
 from vtoken.bench.jobs import Job, Workload, shaped
 from vtoken.bench.metrics import reduction
 from vtoken.bench.pictures import picture
@@ -59,6 +60,8 @@ class Place:
 
     start: Callable[[Setting], Stage]
     about: dict[str, str]
+    # (blocks, block size) -> bytes of this host; what a real model takes it knows itself.
+    pool_bytes: Callable[[int, int], int] = lambda num_blocks, block_size: 0
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,20 @@ class BenchConfig:
     sweeps: bool = True
     is_coarse: bool = False  # sweeps with half as many points
     probes: bool = True
+    refill: bool = True  # the workload's requests come again while few wait, see `run_arm`
     settings: dict[str, Any] = field(default_factory=dict)  # for the report
 
     def check(self) -> None:
         """Raise ConfigError for what could not run, before anything does."""
+        if self.num_blocks is not None:
+            size, available = max(self.block_sizes), available_bytes()
+            needed = self.place.pool_bytes(self.num_blocks, size)
+            if needed > available:
+                raise ConfigError(
+                    f"pool: the books and simulated cells of {self.num_blocks} blocks of {size} tokens take "
+                    f"{format_bytes(needed)}, but this host has {format_bytes(available)} of memory available; ask for "
+                    f"at most {self.num_blocks * available // needed} blocks"
+                )
         for workload in self.workloads:
             for size in self.block_sizes:
                 needed = -(-workload.longest // size)
@@ -207,7 +220,7 @@ class ReclaimBench:
             workload.jobs,
             self.config.place.start,
             seed=self.config.seed,
-            refill=workload.is_at_once,
+            refill=self.config.refill and workload.is_at_once,
             pictures=pictures,
         )
         if arm == "native":
@@ -315,40 +328,55 @@ class ReclaimBench:
         return SteadyProbe(name, budget, num_blocks, len(decode), evicted, copied, copied * token_bytes)
 
     def _overhead(self) -> OverheadProbe:
-        """Native and vtoken in turns, in a pool of twice the blocks that the jobs ever hold at once."""
-        self._progress.set_postfix_str("overhead with the pool half empty")
+        """Native and vtoken step by step in turns, in a pool of twice the blocks that the jobs ever hold at once."""
         name, policy = next(iter(self.config.policies.items()))
         workload, size = self.config.workloads[0], self.config.block_sizes[0]
-        jobs = workload.jobs[: 2 * POOL_REQUESTS]
+        jobs = shaped(workload.jobs[: 2 * POOL_REQUESTS], at_once=True)  # so that both arms take the same steps
         num_blocks = 2 * sum(-(-job.num_tokens // size) for job in jobs)
         longest = max(job.num_tokens for job in jobs)
         native = Setting("native", None, None, size, num_blocks, longest)
         ratio = sorted(self.config.ratios)[len(self.config.ratios) // 2]
         ready = replace(native, arm="vtoken", policy=policy, budget=1 - ratio, trigger="pressure")
-        host: dict[str, list[float]] = {"native": [], "vtoken": []}
-        device: dict[str, list[float]] = {"native": [], "vtoken": []}
-        runs = []
-        for _ in range(_OVERHEAD_ROUNDS):  # in turns, so that a busy moment of the machine meets both
-            for setting in (native, ready):
-                run = run_arm(setting, jobs, self.config.place.start, seed=self.config.seed)
-                steps = run.recording.steps[run.recording.steps["is_decode"]]
-                host[setting.arm].append(float(np.median(steps["planning"] + steps["applying"])))
-                device[setting.arm].append(float(np.median(steps["forward"] + steps["copies"])))
-                runs.append(run)
-        last = runs[-1]
-        seconds = {arm: min(h + d for h, d in zip(host[arm], device[arm], strict=True)) for arm in host}
-        more, of_host = seconds["vtoken"] - seconds["native"], min(host["vtoken"]) - min(host["native"])
+        pairs = []
+        for i in range(_OVERHEAD_ROUNDS):
+            self._progress.set_postfix_str(
+                f"overhead with the pool half empty, round {i + 1} of {_OVERHEAD_ROUNDS}: native and vtoken in turns"
+            )
+            order = (native, ready) if i % 2 == 0 else (ready, native)  # whoever comes second finds other caches
+            runs = {
+                run.setting.arm: run
+                for run in run_in_turns(order, jobs, self.config.place.start, seed=self.config.seed)
+            }
+            pairs.append(_paired_steps(runs["native"], runs["vtoken"]))
+        metrics = runs["vtoken"].metrics
+        rounds = [float(np.median(pair["vtoken"] / pair["native"])) - 1 for pair in pairs]
+        all_pairs = {what: np.concatenate([pair[what] for pair in pairs]) for what in pairs[0]}
+        more = float(np.median(all_pairs["vtoken"] - all_pairs["native"]))
         return OverheadProbe(
             policy=name,
             num_blocks=num_blocks,
-            peak_held_blocks=last.metrics.peak_held_blocks,
-            tokens_evicted=last.metrics.tokens_erased,
-            reclaim_plans=last.metrics.reclaim_plans,
-            native_step_seconds=seconds["native"],
-            vtoken_step_seconds=seconds["vtoken"],
-            overhead=more / seconds["native"],
-            host_share=min(1.0, max(0.0, of_host / more)) if more > 0 else 0.0,
+            peak_held_blocks=metrics.peak_held_blocks,
+            tokens_evicted=metrics.tokens_erased,
+            reclaim_plans=metrics.reclaim_plans,
+            native_step_seconds=float(np.median(all_pairs["native"])),
+            vtoken_step_seconds=float(np.median(all_pairs["vtoken"])),
+            overhead=float(np.median(rounds)),
+            host_share=min(1.0, max(0.0, float(np.median(all_pairs["host"])) / more)) if more > 0 else 0.0,
+            rounds=rounds,
         )
+
+
+def _paired_steps(native: Run, vtoken: Run) -> dict[str, NDArray[np.float64]]:
+    """Seconds of the decode steps of two runs that took the same steps, and how much more vtoken's host took."""
+    both = [
+        run.recording.steps[: min(len(native.recording.steps), len(vtoken.recording.steps))] for run in (native, vtoken)
+    ]
+    is_decode = both[0]["is_decode"] & both[1]["is_decode"]
+    host, device = (
+        [(steps[one] + steps[other])[is_decode] for steps in both]
+        for one, other in (("planning", "applying"), ("forward", "copies"))
+    )
+    return {"native": host[0] + device[0], "vtoken": host[1] + device[1], "host": host[1] - host[0]}
 
 
 def pool_for(workload: Workload, block_size: int) -> int:

@@ -6,7 +6,6 @@ The schema is stable: fields may be added, and `SCHEMA` changes when one changes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,7 +16,8 @@ from vtoken.bench.metrics import RunMetrics
 
 SCHEMA: Final = "vtoken.bench.reclaim/1"
 
-Verdict = Literal["met", "missed", "not measured"]
+# Not allowed here: no runtime could meet it in these settings. Not decided: the clock was too restless to tell.
+Verdict = Literal["met", "missed", "not allowed here", "not decided", "not measured"]
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,15 @@ class OverheadProbe:
     reclaim_plans: int
     native_step_seconds: float  # median decode step, host and device
     vtoken_step_seconds: float
-    overhead: float
+    overhead: float  # the median of `rounds`
     host_share: float  # of the overhead: by planning and entering results, the rest is the step's own
+    # Of each round: the median, over pairs of steps that ran one after the other, of vtoken's / native's, less 1.
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def spread(self) -> float:
+        """How far the rounds lie apart."""
+        return max(self.rounds) - min(self.rounds) if self.rounds else 0.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ class TargetReport:
     unit: str
     verdict: Verdict
     where: str  # the setting that decides
-    why: str  # for what was missed, and what else has to be known; may be empty
+    why: str  # for what was missed or not decided, and what else has to be known; may be empty
 
 
 @dataclass(frozen=True)
@@ -193,11 +200,3 @@ def from_json(text: str, name: str = "report") -> Report:
     if report.schema != SCHEMA:
         raise ConfigError(f"{name} has schema {report.schema!r}, this version reads {SCHEMA!r}")
     return report
-
-
-def write(path: Path, text: str, option: str) -> None:
-    """Raises ConfigError, naming the option, if the file cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from vtoken.base.clock import ManualClock
 from vtoken.base.config import KVCopies
 from vtoken.bench.devices import Device
-from vtoken.bench.heavy_hitters import HeavyHitters
+from vtoken.bench.heavy_hitters import AttentionModel, HeavyHitters
 from vtoken.bench.roofline import Roofline, StepSeconds
 from vtoken.bench.shapes import ModelShape
 from vtoken.executor.sim import SimExecutor
@@ -18,6 +18,11 @@ from vtoken.schedule.config import SchedulerConfig
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.schedule.retention import RetentionSettings, Trigger
 from vtoken.schedule.scheduler import Scheduler
+
+# As `BlockPool` starts: three int64 to order the blocks by, and four int32 and a flag that stay.
+_BOOKS_BYTES: Final = 3 * 8 + 4 * 4 + 1
+# Hash, position and a weight a head of each cell; whether a step writes it; and its state in two pictures of the pool.
+_CELL_BYTES: Final = 8 + 8 + 8 * AttentionModel().num_heads + 1 + 2
 
 Arm = Literal["native", "naive", "repack", "vtoken"]
 
@@ -59,6 +64,11 @@ class Stage(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def simulated_bytes(num_blocks: int, block_size: int) -> int:
+    """Host memory that the books and the simulated cells of a pool take."""
+    return num_blocks * (_BOOKS_BYTES + block_size * _CELL_BYTES)
 
 
 class SimulatedStage:

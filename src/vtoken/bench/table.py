@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from vtoken.base.units import format_bytes
-from vtoken.bench.report import RunReport
+from vtoken.bench.report import RunReport, TargetReport
 
 # The first five say which run, the rest what came of it; blocks are those of a request, in the mean.
 HEADINGS: Final = (
@@ -64,12 +64,29 @@ def _row(run: RunReport) -> tuple[str, ...]:
     )
 
 
-def show_value(value: float | None, unit: str) -> str:
-    """A target's figure: `"27.2 %"`, `"1.37 x"`, `"0 B"`, or a dash for what was not measured."""
+# For whoever reads the table alone; docs/bench.md says it in full.
+LEGEND: Final = (
+    "blocks, floor: that a request holds, and the least for its live tokens (over floor: how much more); partly used: "
+    "share of held blocks with some cells live and some not; at once: requests, mean/most; p95: of a step in which all "
+    "decode; gap p95: from one token of an answer to the next; within SLA: tokens/s with p95 up to 1.05 x native's"
+)
+
+
+def show_value(value: float | None, unit: str, more: int = 0) -> str:
+    """A target's figure: `"27.2 %"`, `"1.37 x"`, `"0 B"`, or a dash for what was not measured; `more` digits."""
     if value is None:
         return "-"
     if unit == "share":
-        return f"{value * 100:.1f} %" if abs(value) >= 0.1 else f"{value * 100:.2f} %"
+        return f"{value * 100:.{(1 if abs(value) >= 0.1 else 2) + more}f} %"
     if unit == "bytes":
         return format_bytes(int(value))
-    return f"{value:.2f} {unit}"
+    return f"{value:.{2 + more}f} {unit}"
+
+
+def show_pair(target: TargetReport) -> tuple[str, str]:
+    """(wanted, measured), with as many digits as it takes to tell them apart."""
+    for more in range(4):
+        wanted, measured = (show_value(value, target.unit, more) for value in (target.wanted, target.measured))
+        if wanted != measured or target.wanted == target.measured:
+            break
+    return wanted, measured

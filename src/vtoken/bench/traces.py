@@ -105,12 +105,11 @@ def _detect(path: Path, text: str, count_tokens: CountTokens | None) -> tuple[st
 
 def _azure(path: Path, text: str) -> Iterator[_Row]:
     reader = csv.DictReader(text.lstrip().splitlines(), skipinitialspace=True)
-    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
     offset = text[: len(text) - len(text.lstrip())].count("\n")  # blank lines above the header
-    for record in reader:
+    for record in _records(path, reader, offset):
         line = reader.line_num + offset
         if None in record or None in record.values():
-            raise ConfigError(f"trace: {path}, line {line}: expected {len(reader.fieldnames)} columns")
+            raise ConfigError(f"trace: {path}, line {line}: expected {len(reader.fieldnames or ())} columns")
         when, prompt, output = (record[name] for name in _AZURE_COLUMNS)
         try:
             arrival = datetime.fromisoformat(when).replace(tzinfo=UTC).timestamp()  # only differences matter
@@ -123,6 +122,14 @@ def _azure(path: Path, text: str) -> Iterator[_Row]:
             _count(path, line, "ContextTokens", prompt),
             _count(path, line, "GeneratedTokens", output),
         )
+
+
+def _records(path: Path, reader: csv.DictReader[str], offset: int) -> Iterator[dict[str | Any, str | Any]]:
+    try:
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        yield from reader
+    except csv.Error as error:
+        raise ConfigError(f"trace: {path}, line {reader.line_num + 1 + offset}: no CSV: {error}") from None
 
 
 def _mooncake(path: Path, text: str) -> Iterator[_Row]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vtoken.base.errors import ConfigError
+from vtoken.base.validation import shorten
+from vtoken.cli import files
 
 # A message that begins with one of the settings below; those of the engine itself are spelt by `as_flags`.
 _OPTION = re.compile(r"^(workload|policy|ratio|arms|copies|shape|device|pool|limit|scale|trace):")
@@ -113,7 +113,7 @@ def reclaim(
         raise ConfigError("--model: a real model runs on this machine; leave --shape and --device out")
     for path, option in ((json_file, "--json"), (html_file, "--html")):
         if path is not None:
-            _check_place(path, option)
+            files.check_place(path, option)
     if html_file is not None:
         from vtoken.bench.plots import check_matplotlib
 
@@ -143,18 +143,17 @@ def reclaim(
     except ConfigError as error:
         raise ConfigError(_OPTION.sub(r"--\1:", str(error))) from None
     from rich.console import Console
-    from tqdm import tqdm
 
     from vtoken.bench import page, report, terminal
+    from vtoken.bench.progress import progress
     from vtoken.bench.reclaim import ReclaimBench
 
-    bar = partial(tqdm, desc="Settings", unit="setting", disable=not sys.stderr.isatty())
-    found = ReclaimBench(config, lambda total: bar(total=total)).run()
+    found = ReclaimBench(config, progress).run()
     terminal.show(found, Console())
     if json_file is not None:
-        report.write(json_file, report.to_json(found), "--json")
+        files.write(json_file, report.to_json(found), "--json")
     if html_file is not None:
-        report.write(html_file, page.to_html(found), "--html")
+        files.write(html_file, page.to_html(found), "--html")
     for path in (json_file, html_file):
         if path is not None:
             typer.echo(f"written: {path}", err=True)
@@ -166,12 +165,4 @@ def _blocks(pool: str) -> int | None:
     try:
         return int(pool)
     except ValueError:
-        raise ConfigError(f"--pool: expected a number of blocks, or auto, got {pool!r}") from None
-
-
-def _check_place(path: Path, option: str) -> None:
-    """An hour of measuring must not end in a folder that is not there."""
-    if path.is_dir():
-        raise ConfigError(f"{option}: {path} is a folder; give the name of a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option}: {path} cannot be written: its folder does not exist")
+        raise ConfigError(f"--pool: expected a number of blocks, or auto, got {shorten(pool)}") from None
