@@ -35,10 +35,13 @@ def test_help_says_what_it_is_for(vtoken: Vtoken) -> None:
     assert "an evicted token's memory comes back" in " ".join(vtoken("--help").out.split())
 
 
+LEFT_OUT = {"model", "skip_tokenizer_init", "kv_prompt_end", "logit_bias"}
+
+
 def test_every_option_is_readable_at_80_columns(vtoken: Vtoken, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = vtoken("generate", "--help").out
-    for name in {*EngineConfig.names(), *SamplingParams.names()} - {"model", "skip_tokenizer_init", "kv_prompt_end"}:
+    for name in {*EngineConfig.names(), *SamplingParams.names()} - LEFT_OUT:
         assert f"--{name.replace('_', '-')}" in out
     assert "…" not in out
     usage, *lines = out.splitlines()  # the first has the name of the program, here that of the test runner

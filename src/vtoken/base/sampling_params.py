@@ -40,7 +40,8 @@ _TokenIds = Annotated[tuple[_TokenId, ...], Strict(False), BeforeValidator(lambd
 
 
 class SamplingParams(Settings):
-    """How to draw the tokens of one request, in this order: temperature, `min_p`, `top_k`, `top_p`.
+    """How to draw the tokens of one request, in this order: tokens that may not come and `logit_bias`, penalties,
+    temperature, `min_p`, `top_k`, `top_p`.
 
     Raises RequestError, with `.field` set, for a wrong type, a value out of range, NaN, infinity or an unknown name.
     """
@@ -49,10 +50,9 @@ class SamplingParams(Settings):
     example: ClassVar[str] = "temperature=0.8"
     elsewhere: ClassVar[Mapping[str, str]] = {
         "stop": f"{_NOT_YET}; stop_token_ids ends an answer at tokens",
-        "min_tokens": f"{_NOT_YET}; ignore_eos goes on to max_tokens",
         "best_of": f"{_NOT_YET}; n draws several answers",
-        **dict.fromkeys(("logprobs", "logit_bias", "allowed_token_ids", "bad_words"), _NOT_YET),
-        **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NOT_YET),
+        "bad_words": f"{_NOT_YET}; logit_bias rules out single tokens",
+        "logprobs": _NOT_YET,
         **dict.fromkeys(
             ("structured_outputs", "guided_decoding", "logits_processors", "include_stop_str_in_output"), _NOT_YET
         ),
@@ -114,6 +114,44 @@ class SamplingParams(Settings):
         default=(),
     )
 
+    min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = setting(
+        "The fewest new tokens: before that nothing ends a choice, since what would end it is not drawn.",
+        expected="a whole number from 0 up, no more than max_tokens",
+        default=0,
+    )
+
+    repetition_penalty: float = setting(
+        "Divides the positive logits of tokens that prompt or answer have used, multiplies the negative ones; 1: off.",
+        expected="a number above 0; above 1 it makes repetition rarer",
+        default=1.0,
+        gt=0,
+        le=1e6,
+    )
+    presence_penalty: float = setting(
+        "Taken off the logits of tokens that the answer has used.",
+        expected="a number from -2 to 2; above 0 it makes repetition rarer",
+        default=0.0,
+        ge=-2,
+        le=2,
+    )
+    frequency_penalty: float = setting(
+        "Taken off the logits of tokens that the answer has used, as often as it has.",
+        expected="a number from -2 to 2; above 0 it makes repetition rarer",
+        default=0.0,
+        ge=-2,
+        le=2,
+    )
+    logit_bias: dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = setting(
+        "Added to the logits of single tokens: token id -> from -100, which all but rules it out, to 100.",
+        expected="a dict of token ids and numbers from -100 to 100, or None",
+        default=None,
+    )
+    allowed_token_ids: Annotated[tuple[_TokenId, ...], Strict(False), Field(min_length=1)] | None = setting(
+        "The only tokens that may be drawn.",
+        expected="a sequence of at least one token id, whole numbers from 0 up, or None (all)",
+        default=None,
+    )
+
     prompt_logprobs: Annotated[int, Field(ge=0, le=0)] | None = setting(
         "0: return the log-probability of each token of the prompt; all of it is computed then, whatever is cached.",
         expected="0 (of the tokens themselves; of others beside them: not there yet) or None (off)",
@@ -154,10 +192,14 @@ class SamplingParams(Settings):
         return RequestError(message, field)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise RequestError if a stop token does not exist in a vocabulary of `vocab_size` tokens."""
-        strange = [token for token in self.stop_token_ids if token >= vocab_size]
-        if strange:
-            raise RequestError(
-                f"stop_token_ids: expected token ids below the vocabulary size {vocab_size}, got {shorten(strange)}",
-                "stop_token_ids",
-            )
+        """Raise RequestError for tokens that do not exist in a vocabulary of `vocab_size` tokens."""
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
+        for field, tokens in named.items():
+            strange = [token for token in tokens if token >= vocab_size]
+            if strange:
+                message = f"{field}: expected token ids below the vocabulary size {vocab_size}, got {shorten(strange)}"
+                raise RequestError(message, field)

@@ -24,7 +24,7 @@ DEFAULT_MAX_TOKENS = 256  # an answer to read; vLLM's 16 is a default for comple
 
 
 # One policy for all prompts of a command: the engine's.
-PER_REQUEST = ("kv_policy", "kv_budget", "kv_trigger", "kv_stride", "kv_prefill_stride", "kv_prompt_end")
+PER_REQUEST = ("kv_policy", "kv_budget", "kv_trigger", "kv_stride", "kv_prefill_stride", "kv_prompt_end", "logit_bias")
 
 
 @takes(SamplingParams, into="sampling", panel="Drawing tokens", leave_out=PER_REQUEST, max_tokens=DEFAULT_MAX_TOKENS)

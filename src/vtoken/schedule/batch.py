@@ -14,6 +14,7 @@ from vtoken.memory.kv_cache_manager import Extension, KVCacheManager
 from vtoken.policies.statistics import CacheStatistic
 from vtoken.schedule.evictor import Evictor
 from vtoken.schedule.lane_state import LaneState
+from vtoken.schedule.logit_rules import order_rules
 from vtoken.schedule.plan import SamplingBatch, StepPlan
 from vtoken.schedule.scoring import order_scores
 from vtoken.schedule.sequence import Request, Sequence
@@ -145,6 +146,7 @@ class PlanBuilder:
             seeds=state["seed"][drawn],
             choices=choices,
             indices=state["total"][drawn] - state["prompt"][drawn],
+            rules=order_rules(self.draws),
         )
 
 

@@ -18,6 +18,20 @@ MIN_TEMPERATURE = 1e-5  # below it draws are greedy, as in vLLM: dividing by it 
 
 
 @dataclass(frozen=True, eq=False)
+class LogitRules:
+    """What is changed in logits before tokens are drawn; rows are draws. See `worker.logit_rules`."""
+
+    bias_rows: NDArray[np.int64]  # [B]
+    bias_tokens: NDArray[np.int64]  # [B]
+    bias: NDArray[np.float32]  # [B] added; -inf rules a token out
+    allowed: tuple[tuple[int, NDArray[np.int32]], ...]  # (row, the only tokens that may be drawn)
+    seen_rows: NDArray[np.int64]  # [C]
+    seen_tokens: NDArray[np.int64]  # [C] of the row's text, each once
+    seen_counts: NDArray[np.float32]  # [C] how often in the answer, 0 = in the prompt alone
+    penalties: NDArray[np.float32]  # [N, 3] repetition (1 = off), presence, frequency (0 = off)
+
+
+@dataclass(frozen=True, eq=False)
 class SamplingBatch:
     """What to draw after the forward pass: one entry a draw, N in all.
 
@@ -33,6 +47,7 @@ class SamplingBatch:
     seeds: NDArray[np.uint64]  # [N] the request's seed
     choices: NDArray[np.int32]  # [N] index of the choice within its request
     indices: NDArray[np.int32]  # [N] how many tokens the choice has generated before this one
+    rules: LogitRules | None = None
 
     def __len__(self) -> int:
         return len(self.slices)

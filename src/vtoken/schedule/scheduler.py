@@ -24,6 +24,7 @@ from vtoken.schedule.capacity import Capacity
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
 from vtoken.schedule.evictor import Evictor
 from vtoken.schedule.lane_state import LaneState
+from vtoken.schedule.logit_rules import rules_of
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.schedule.preemption import PreemptionCosts
 from vtoken.schedule.pressure import Relief
@@ -110,6 +111,9 @@ class Scheduler:
         num_prompt_tokens = len(prompt_token_ids)
         self.capacity.check_prompt(num_prompt_tokens)
         retention = self._retention(params, num_prompt_tokens)
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            message = f"min_tokens: {params.min_tokens} is more than max_tokens={params.max_tokens}"
+            raise RequestError(message, "min_tokens")
         max_tokens = self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.n, retention)
         request = Request(
             request_id,
@@ -123,6 +127,7 @@ class Scheduler:
             retention,
             self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.n, retention),
         )
+        request.rules = rules_of(request.params, prompt_token_ids, self.config.eos_token_ids)
         self._num_arrived += 1
         self._requests[request_id] = request
         self._residents.add(request)

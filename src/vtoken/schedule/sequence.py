@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 from vtoken.base.sampling_params import MAX_N, SamplingParams
 from vtoken.memory.prefix_cache import BlockHashes
 from vtoken.schedule.retention import Retention
+
+if TYPE_CHECKING:
+    from vtoken.schedule.logit_rules import RequestRules
 
 
 class Status(Enum):
@@ -97,6 +101,7 @@ class Request:
     unforked: list[Sequence] = field(init=False)
     # [prompt tokens] log-probability of each, NaN until it is known and for the first; None = nobody asked.
     prompt_logprobs: NDArray[np.float64] | None = field(init=False)
+    rules: RequestRules | None = None  # what is changed in its logits; None = nothing
 
     def __post_init__(self) -> None:
         prompt = self.prompt_token_ids = list(self.prompt_token_ids)  # the caller may go on with his

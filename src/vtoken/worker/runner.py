@@ -20,6 +20,7 @@ from vtoken.models.base import CausalLM
 from vtoken.policies.statistics import AttentionStatistic, FutureAttention
 from vtoken.schedule.plan import StepPlan
 from vtoken.worker.kv_store import KVStore
+from vtoken.worker.logit_rules import apply_rules
 from vtoken.worker.queries import QueryMemory
 from vtoken.worker.replay import Replays
 from vtoken.worker.sampler import sample
@@ -54,7 +55,10 @@ class ModelRunner:
             return RunnerOutput(np.zeros(0, np.int32), {}, {})
         meta = AttentionMetadata.from_plan(plan)
         hidden = self._forward(plan, meta)
-        tokens, errors = sample(self._logits(plan, hidden), plan.sampling, compiled=self._backend.compiled)
+        logits = self._logits(plan, hidden)
+        if plan.sampling.rules is not None:
+            apply_rules(logits, plan.sampling.rules)
+        tokens, errors = sample(logits, plan.sampling, compiled=self._backend.compiled)
         logprobs = score(self._model.logits, hidden, plan.scoring)
         return RunnerOutput(tokens, errors, self._statistics(plan, meta), logprobs)
 
