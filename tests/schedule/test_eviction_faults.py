@@ -208,3 +208,86 @@ def test_what_cannot_run_after_all_ends_and_the_others_go_on(
     assert "a bug of vtoken" in (requests[1].error or "")
     assert driver.counters.given_up == 1
     assert "request 1 ends" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["tova", "knorm", "h2o"])
+@pytest.mark.parametrize("length", [48, 60, 63, 64])
+def test_a_prompt_that_is_cached_whole_when_it_starts_over(policy: str, length: int) -> None:
+    """It is computed again, not matched, or its policy would see no more than before."""
+    driver = Driver(num_blocks=4, block_size=16, max_model_len=400, retention=keeps(policy, 16, stride=16))
+    driver.add(tokens(length, 1), 40)
+    driver.run()
+    driver.add(tokens(length, 1), 40)
+    driver.add(tokens(10, 2), 5)
+    driver.run()
+    assert {request.sequences[0].finish_reason for request in driver.requests} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("num_bad", [1, 2, 3])
+def test_policies_that_fail_while_their_requests_have_to_go(
+    num_bad: int, swaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failing, "left", 10**6)
+    memory: dict[str, Any] = {"num_host_blocks": 20, "preemption": "swap"} if swaps else {}
+    driver = Driver(num_blocks=8, block_size=8, max_model_len=400, retention=keeps("random", 16), **memory)
+    bad = [driver.add(tokens(20, n), 60, kv_policy=Failing(), kv_budget=16) for n in range(num_bad)]
+    good = driver.add(tokens(12, 9), 20)
+    driver.run()
+    for request in bad:
+        assert request.sequences[0].finish_reason is FinishReason.ERROR
+        assert "on purpose" in (request.error or "")
+    assert good.sequences[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("failing", [1, 2, 4])
+def test_memory_that_runs_out_in_apply_moves_no_death(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(failing: int) -> tuple[list[Any], int]:
+        driver = Driver(num_blocks=40, block_size=4, retention=keeps("streaming_llm", 16, "always", 4))
+        for number in range(2):
+            driver.add(tokens(30, number), 16)
+        reclaim, calls = driver.memory.reclaim, 0
+
+        def short(*args: Any, **settings: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == failing:
+                raise MemoryError("no more")
+            return reclaim(*args, **settings)
+
+        monkeypatch.setattr(driver.memory, "reclaim", short)
+        caught = 0
+        while driver.scheduler.num_unfinished:
+            try:
+                driver.step()
+            except MemoryError as error:
+                caught += 1
+                driver.scheduler.fail(error)
+        driver.check_idle()
+        return [request.sequences[0].died_at for request in driver.requests], caught
+
+    undisturbed, _ = run(0)
+    assert run(failing) == (undisturbed, 1)
+
+
+def test_a_thousand_that_cannot_run_end_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(num_blocks=12, block_size=8, checks=False)
+    monkeypatch.setattr(driver.scheduler._residents, "_start", lambda request, batch: False)
+    for number in range(1500):
+        driver.add(tokens(5, number), 2)
+    assert driver.step() is None
+    assert driver.counters.given_up == 1500
+
+
+def test_what_the_cache_gave_was_not_observed() -> None:
+    """Under pressure a policy of attention decides when it has seen a stride of queries, cached tokens or not."""
+
+    def victims(*, cached: bool) -> dict[int, int]:
+        driver = Driver(num_blocks=8, block_size=16, max_model_len=400, retention=keeps("h2o", 32, stride=64),
+                        max_num_batched_tokens=256, enable_prefix_caching=cached)  # fmt: skip
+        for _ in range(2):
+            request = driver.add(tokens(127, 1), 60)
+            driver.run()
+        return dict(request.sequences[0].died_at)
+
+    assert victims(cached=True) == victims(cached=False)

@@ -40,9 +40,9 @@ class ReclaimEvent:
     """A decision has come to one of its phases.
 
     `plan`: it was made; `tokens` and `blocks` are what it copies and brings back. `copy`: a copy of a lane's `tokens`
-    was ordered, which nothing reads yet. `return`: the map is switched, what is read from now on are the copies, and
-    the emptied `blocks` are the pool's again. `drop`: a copy beside the steps has failed, or its sequence had gone when
-    it ended: no map is switched.
+    was ordered, which nothing reads yet. `return`: the map is switched, so that the copies, if there were any, are what
+    is read from now on, and the emptied `blocks` are the pool's again. `drop`: a copy beside the steps has failed, or
+    its sequence had gone when it ended: no map is switched.
     """
 
     step: int  # of the scheduler, see `DecisionLog.step`

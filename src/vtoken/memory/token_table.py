@@ -49,7 +49,8 @@ class TokenTable:
     def drop_columns(self, names: Iterable[str]) -> None:
         """Keep these statistics no longer."""
         for name in names:
-            del self.columns[name], self._starts_as[name]
+            del self.columns[name]
+            self._starts_as.pop(name, None)
 
     def grow(self, num_lanes: int) -> None:
         """Follow the block table, which has grown, to `num_lanes` lanes."""

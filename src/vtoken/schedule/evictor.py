@@ -16,7 +16,7 @@ from vtoken.policies.victims import choose_victims, protection
 from vtoken.schedule.config import SchedulerCounters
 from vtoken.schedule.lane_state import NEVER, LaneState
 from vtoken.schedule.plan import StatisticOrder, StepPlan, StepResult
-from vtoken.schedule.sequence import Sequence
+from vtoken.schedule.sequence import Request, Sequence
 
 Lanes = NDArray[np.int64]
 # (slices, whether each wants it, from which position on, whether now)
@@ -36,7 +36,8 @@ class Evictor:
     def __init__(self, memory: KVCacheManager, state: LaneState, counters: SchedulerCounters) -> None:
         self.policies: list[Policy] = []
         self.is_near = False  # blocks are getting short, so that it may soon be asked
-        self._failed: dict[int, str] = {}  # lanes whose policy failed when blocks were short, and why
+        self._failed: dict[Request, str] = {}  # whose policy failed when blocks were short, and why
+        self._columns: set[str] = set()  # statistics that are kept for policies
         self._memory = memory
         self._state = state
         self._counters = counters
@@ -53,7 +54,7 @@ class Evictor:
         state["budget"][lane] = 0 if is_share else retention.budget
         state["share"][lane] = retention.budget if is_share else 0.0
         state["stride"][lane] = retention.stride
-        state["settled"][lane] = sequence.settled
+        state["missed"][lane] = self._memory.tokens.lengths[lane]  # nobody gathered what the cached ones looked at
         state["at_places"][lane] = retention.trigger == "always" or sequence.request.is_tight
 
     def _add(self, policy: Policy, lane: int) -> None:
@@ -69,7 +70,9 @@ class Evictor:
             if not unused:
                 self.policies.append(policy)
             needed = {statistic.name for each in self.policies for statistic in each.needs}
-            tokens.drop_columns(tokens.columns.keys() - needed)
+            tokens.drop_columns(self._columns - needed)
+            self._columns &= needed
+        self._columns |= {statistic.name for statistic in policy.needs}
         for statistic in policy.needs:
             tokens.add_column(statistic.name, np.nan if isinstance(statistic, CacheStatistic) else 0.0)
 
@@ -178,11 +181,11 @@ class Evictor:
         """Let `count` tokens of a lane die, in rows that are `candidates` [rows]. Returns how many did."""
         policy = self.policies[int(self._state["policy"][lane])]
         killed, failed = self._kill(policy, np.array([lane]), np.array([count]), candidates)
-        self._failed |= failed
+        self._failed |= {self._state.of(failing).request: reason for failing, reason in failed.items()}
         return killed
 
-    def take_failed(self) -> dict[int, str]:
-        """The lanes whose policy failed in `kill` since the last call, and why."""
+    def take_failed(self) -> dict[Request, str]:
+        """The requests whose policy failed in `kill` since the last call, and why."""
         failed, self._failed = self._failed, {}
         return failed
 

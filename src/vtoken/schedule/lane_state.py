@@ -83,6 +83,7 @@ class LaneState:
             len(sequence.request.unforked),
             *_KEEPS_ALL,
         )
+        self._fields["settled"][lane] = sequence.settled
         self.sequences[lane] = sequence
         sequence.lane = lane
 

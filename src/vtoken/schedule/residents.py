@@ -162,7 +162,9 @@ class Residents:
             raise InvariantError("a policy was asked about tokens that no query of this request has seen")
         need = min(len(leader.token_ids), int(self._state["cut"][lane])) - int(memory.tokens.lengths[lane])
         counts = np.array([min(need, batch.tokens_left)])
-        batch.add_slices(lanes, counts, memory.extend(memory.plan_extend(lanes, counts)))
+        placement = memory.plan_extend(lanes, counts)
+        if placement.num_blocks <= memory.num_available:  # else it has yet to give up what lies in its last block
+            batch.add_slices(lanes, counts, memory.extend(placement))
         return True
 
     def _match(self, request: Request) -> list[PrefixEntry]:
@@ -174,13 +176,15 @@ class Residents:
         if request.retention is not None:
             # What is cached would have to lie there at once, before any of it can die.
             limits += [request.retention.most_matched(request.num_prompt_tokens), self._peak(request)]
+            if request.started_over_at >= leader.settled > 0:
+                limits.append(0)  # it is computed again for what its policy did not see
         if request.prompt_logprobs is not None:
             limits.append(0)  # only what is computed can be scored
         return self._memory.match(leader.hashes, max(0, min(limits)))
 
     def _reserve(self, request: Request, matched: list[PrefixEntry]) -> int:
         """Tokens for which a request needs blocks until its known text is computed: cells that die in blocks of others
-        are not its own to use again."""
+        are not its own to use again. Others may come to share its blocks later: then the ladder has to help."""
         num_shared = sum(bool(self._memory.pool.refs[entry.block]) for entry in matched)
         return min(_tokens_to_start(request), self._peak(request) + num_shared * self._memory.block_size)
 
@@ -214,16 +218,14 @@ class Residents:
         """Blocks, at most, that choices hold together when each has computed its known answer again."""
         size, prompt, choices = self._memory.block_size, request.num_prompt_tokens, request.unfinished
         shared = prompt // size
-        whole = shared + sum(-(-len(choice.token_ids) // size) - shared for choice in choices)
+        lengths = [max(prompt, len(choice.token_ids)) for choice in choices]  # who never forked has none yet
+        whole = shared + sum(-(-length // size) - shared for length in lengths)
         retention = request.retention
         if retention is None or self._config.kv_mode != "vtoken":
             return whole
-        peaks = [_peak_live(choice.died_at, len(choice.token_ids), prompt) for choice in choices]
+        peaks = [_peak_live(choice.died_at, length, prompt) for choice, length in zip(choices, lengths, strict=True)]
         if retention.trigger == "always":
-            peaks = [
-                min(peak, retention.peak_after_prompt(len(choice.token_ids)))
-                for peak, choice in zip(peaks, choices, strict=True)
-            ]
+            peaks = [min(peak, retention.peak_after_prompt(n)) for peak, n in zip(peaks, lengths, strict=True)]
         # Those that live in the prompt may lie in blocks that all share, besides.
         return min(whole, shared + sum(-(-peak // size) for peak in peaks))
 
@@ -346,7 +348,7 @@ class Residents:
             # nothing counts, what died at its end included.
             deaths = self._memory.tokens.died_at(lane).items()
             sequence.died_at |= {position: died for position, died in deaths if died <= computed}
-            sequence.settled = max(sequence.settled, computed)
+            sequence.settled = max(int(self._state["settled"][lane]), computed)
             self._release(lane)
         request.unforked = request.unfinished[1:]
 

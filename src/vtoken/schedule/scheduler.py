@@ -43,7 +43,8 @@ class _Flight:
 
     plan: StepPlan
     draws: list[Sequence]
-    touched: set[Request]
+    touched: set[Request]  # by copies
+    ran: set[Request]  # in slices
 
 
 class Scheduler:
@@ -225,6 +226,28 @@ class Scheduler:
 
     def _schedule(self, batch: PlanBuilder) -> StepPlan | None:
         num_forgotten = self.memory.counters.blocks_forgotten
+        self._fill(batch)
+        # With nothing to run a plan may still be due: only so are copies heard of that pin blocks.
+        while batch.is_empty and not self.memory.moves:
+            if not self._requests:
+                return None
+            if self._suspects:
+                self._suspects = []  # the one that was to run alone cannot: the others need not wait for it
+            else:
+                residents = self._residents
+                self._give_up(next(iter((*residents.preempted, *residents.waiting, *residents.running))))
+            self._fill(batch)
+        plan = batch.build(self.counters.steps, self._evictor, row_positions=self._row_positions)
+        ran = {self._state.of(lane).request for lane in plan.lanes.tolist()}
+        self._flight = _Flight(plan, batch.draws, batch.touched, ran)
+        self.counters.steps += 1
+        self.memory.decisions.step = self.counters.steps
+        self.counters.forgets += self.memory.counters.blocks_forgotten > num_forgotten
+        self.counters.peak_held_blocks = max(self.counters.peak_held_blocks, self.memory.num_held)
+        return plan
+
+    def _fill(self, batch: PlanBuilder) -> None:
+        """Whoever can run this step gets a slice."""
         self._relief.watch(batch, self._residents.lanes(), somebody_waits=self._residents.somebody_waits)
         if self._suspects:
             self._run_suspect(batch)
@@ -238,19 +261,8 @@ class Scheduler:
                 self._residents.resume(batch)
                 if not self._residents.preempted:  # nobody new while one that was promised its blocks waits for them
                     self._residents.admit(batch)
-        # With nothing to run a plan may still be due: only so are copies heard of that pin blocks.
-        if batch.is_empty and not self.memory.moves:
-            if not self._requests:
-                return None
-            self._give_up(next(iter((*self._residents.preempted, *self._residents.waiting, *self._residents.running))))
-            return self._schedule(batch)
-        plan = batch.build(self.counters.steps, self._evictor, row_positions=self._row_positions)
-        self._flight = _Flight(plan, batch.draws, batch.touched)
-        self.counters.steps += 1
-        self.memory.decisions.step = self.counters.steps
-        self.counters.forgets += self.memory.counters.blocks_forgotten > num_forgotten
-        self.counters.peak_held_blocks = max(self.counters.peak_held_blocks, self.memory.num_held)
-        return plan
+            if batch.is_empty:
+                self._run(batch)  # who was let in, and has to make room for his next token first
 
     def _run(self, batch: PlanBuilder, only: Request | None = None) -> None:
         """Let the running sequences go on, those of all requests or of `only` one; make room where blocks are short."""
@@ -298,9 +310,9 @@ class Scheduler:
         self._finish_request(request, FinishReason.ERROR, reason)
 
     def _end_failed(self) -> bool:
-        """End the requests whose policy has just failed under pressure. None of them has a slice in the plan. Returns
-        whether there were any."""
-        failed = {self._state.of(lane).request: why for lane, why in self._evictor.take_failed().items()}
+        """End the requests whose policy has just failed under pressure, some of which may have had to go meanwhile.
+        None of them has a slice in the plan. Returns whether there were any."""
+        failed = self._evictor.take_failed()
         for request, reason in failed.items():
             self._finish_request(request, FinishReason.ERROR, reason)
         return bool(failed)
@@ -355,13 +367,13 @@ class Scheduler:
         lanes = plan.lanes.astype(np.int64)
         failures = self._residents.reach(lanes)
         self._state["computed"][lanes] = memory.tokens.lengths[lanes]
+        self._flight = None  # not before: a policy that is interrupted takes the tokens of the step with it
         failed = {flight.draws[i].request: reason for i, reason in result.errors.items()}
         failed |= enter_scores(plan, result, self._state)
         for lane in (lane for request in failed for lane in request.lanes):
             memory.unpublish(lane)  # nobody is to be handed what may be broken
         failed |= {self._state.of(lane).request: reason for lane, reason in failures.items()}
         drawn = self._take_tokens(flight.draws, result.tokens, failed)
-        self._flight = None  # not before: whatever interrupts all this, a policy or Ctrl-C, undoes the whole step
         if self._suspects:  # whoever got a token in a step of its own is not what made the other one fail
             cleared = {sequence.request for sequence in flight.draws}
             self._suspects = [suspect for suspect in self._suspects if suspect not in cleared]
@@ -416,7 +428,7 @@ class Scheduler:
             raise EngineError("fail() was called with no step in flight") from error
         self._flight = None
         self.counters.failed_steps += 1
-        ran = {sequence.request for lane in flight.plan.lanes.tolist() if (sequence := self._state.sequences[lane])}
+        ran = flight.ran
         is_fault = isinstance(error, Exception)
         is_alone = len(ran) == 1 and flight.touched <= ran
         if is_fault and is_alone:

@@ -51,7 +51,7 @@ inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where either is NaN
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 
 // a * b + c, where c is an accumulator that stays in its register: left to itself the compiler moves accumulators about
-// and reads a vector of weights from memory for each row, which costs a tile that fills the registers a tenth.
+// and reads a vector of weights from memory for each row, which costs a tile that fills the registers up to a fifth.
 __attribute__((always_inline)) inline Vec accumulate(Vec a, Vec b, Vec c) {
 #if defined(VTOKEN_AVX512)
   asm("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
