@@ -351,6 +351,21 @@ class BooksDriver:
         own = (pool.refs[ids] == 1) & (pool.pins[ids] == 0)
         return rows[own].tolist(), self.manager.slots.free_cells(lane).tolist()
 
+    def trim(self, lanes: Sequence[int]) -> int:
+        """Blocks in which nothing ever lay return, all but those that a copy beside the steps touches."""
+        manager, size = self.manager, self.block_size
+        expected = 0
+        for lane in lanes:
+            held = manager.blocks.ids[lane, : manager.blocks.num_entries[lane]]
+            unused = [b for e, b in enumerate(held.tolist()) if b >= 0 and e * size >= manager.tokens.num_rows[lane]]
+            expected += sum(not manager.pool.pins[block] for block in unused)
+        before = manager.num_available
+        expect(manager.trim(lanes) == expected, "a trim returned another number of blocks")
+        expect(manager.num_available - before == expected, "blocks returned and blocks reported differ")
+        self.touched.update(lanes)
+        self._done()
+        return expected
+
     def reclaim(
         self,
         lanes: int | Sequence[int],

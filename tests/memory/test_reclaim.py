@@ -271,3 +271,19 @@ def test_fragmentation_is_the_share_of_holes(size: int, kept: list[bool], data: 
     num_rows = int(books.manager.tokens.num_rows[chosen].sum())
     num_live = sum(len(books.lanes[lane].live) for lane in chosen)
     assert books.manager.fragmentation(chosen) == pytest.approx(1 - num_live / num_rows)
+
+
+def test_blocks_held_for_tokens_that_never_came_are_trimmed() -> None:
+    books = BooksDriver(block_size=4, num_blocks=10)
+    lane = books.manager.admit(4 * 7)
+    assert lane is not None
+    manager = books.manager
+    manager.extend(manager.plan_extend(np.array([lane]), np.array([6])))
+    assert manager.trim([lane]) == 5
+    assert manager.counters.blocks_trimmed == 5
+    assert len(manager.blocks.held(lane)) == 2
+    assert manager.trim([lane]) == 0
+    manager.extend(manager.plan_extend(np.array([lane]), np.array([9])))  # and grows again as it likes
+    manager.check()
+    with pytest.raises(ValueError, match="each lane once"):
+        manager.trim([lane, lane])

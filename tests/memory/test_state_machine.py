@@ -200,6 +200,11 @@ class BooksMachine(RuleBasedStateMachine):
         spare_cells = [spare[i % len(spare)] for i in range(len(lanes))]
         self.books.reclaim(lanes, wanted=wanted, compact=compact, beside=beside, spare_cells=spare_cells)
 
+    @precondition(lambda self: bool(self.books.idle))
+    @rule(which=choice)
+    def trim(self, which: int) -> None:
+        self.books.trim(pick_some(self.books.idle, which))
+
     @precondition(lambda self: bool(self.books.beside))
     @rule(which=choice, num_tokens=st.integers(1, 8))
     def run_beside(self, which: int, num_tokens: int) -> None:

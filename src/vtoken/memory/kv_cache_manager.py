@@ -385,6 +385,18 @@ class KVCacheManager:
             which, wanted=wanted, spare_cells=spare, compact=compact, beside=beside, trigger=trigger
         )
 
+    def trim(self, lanes: Sequence[int] | NDArray[np.int64]) -> int:
+        """Give back the blocks in which some sequences never had a token: they were held for tokens to come, of which
+        fewer have come than might have. Returns how many. Not in a step in which these sequences have tokens.
+
+        Raises ValueError for a lane that is not in use, on the host or named twice.
+        """
+        which = np.asarray(lanes, np.int64)
+        self.lanes.require_on_device(which)
+        if len(set(which.tolist())) != len(which):
+            raise ValueError(f"lanes {list(lanes)}: a trim names each lane once")
+        return self._reclaimer.trim(which)
+
     def fragmentation(self, lanes: Sequence[int] | NDArray[np.int64]) -> float:
         """Share of the used cells of the lanes' blocks in which nothing lives for any of them, tail slack aside.
 

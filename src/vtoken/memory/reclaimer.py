@@ -119,6 +119,16 @@ class Reclaimer:
         self._log(decision, copies, num_dead + num_packed)
         return Reclamation(tuple(copies), num_dead + num_packed, decision)
 
+    def trim(self, lanes: NDArray[np.int64]) -> int:
+        """Blocks behind the last row ever used return; `lanes` [n] are distinct."""
+        num_entries = int(self._blocks.num_entries[lanes].max(initial=0))
+        ids = self._blocks.ids[lanes, :num_entries]
+        is_unused = np.arange(num_entries) * self._blocks.block_size >= self._tokens.num_rows[lanes][:, None]
+        is_unused &= (ids != EMPTY) & (self._pool.pins[ids] == 0)  # a copy beside the steps may be about to fill it
+        num_returned = self._give_back(lanes, is_unused)
+        self._counters.blocks_trimmed += num_returned
+        return num_returned
+
     def _log(self, decision: ReclaimDecision, copies: list[tuple[int, Copy]], num_returned: int) -> None:
         self.decisions.add(decision)
         for lane, copy in copies:

@@ -25,6 +25,7 @@ class MemoryCounters:
     tokens_copied_on_write: int = 0
     reclaim_plans: int = 0  # how often somebody asked for blocks back
     blocks_reclaimed_dead: int = 0  # returned by running sequences after their last live token had died
+    blocks_trimmed: int = 0  # returned by running sequences that had held them for tokens to come
     blocks_reclaimed_packed: int = 0  # returned after their live tokens had moved, in `finish` if beside the steps
     tokens_relocated: int = 0
     tokens_evicted: int = 0
