@@ -36,6 +36,11 @@ SEED_EXPECTED = "a whole number from -2**63 to 2**64 - 1, or None (random)"
 _TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 _NOT_YET = "not there yet"
 # The sequence may be a list, a set or a tuple; its members stay strict.
+_Texts = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Strict(False),
+    BeforeValidator(lambda texts: () if texts is None else (texts,) if isinstance(texts, str) else texts),
+]
 _TokenIds = Annotated[tuple[_TokenId, ...], Strict(False), BeforeValidator(lambda ids: () if ids is None else ids)]
 
 
@@ -49,13 +54,10 @@ class SamplingParams(Settings):
     kind: ClassVar[str] = "sampling parameter"
     example: ClassVar[str] = "temperature=0.8"
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "stop": f"{_NOT_YET}; stop_token_ids ends an answer at tokens",
         "best_of": f"{_NOT_YET}; n draws several answers",
         "bad_words": f"{_NOT_YET}; logit_bias rules out single tokens",
         "logprobs": _NOT_YET,
-        **dict.fromkeys(
-            ("structured_outputs", "guided_decoding", "logits_processors", "include_stop_str_in_output"), _NOT_YET
-        ),
+        **dict.fromkeys(("structured_outputs", "guided_decoding", "logits_processors"), _NOT_YET),
     }
 
     n: int = setting(
@@ -114,6 +116,14 @@ class SamplingParams(Settings):
         default=(),
     )
 
+    stop: _Texts = setting(
+        "Texts that end a choice where they come up in it, in whatever tokens; they are no part of its text.",
+        expected="a text that is not empty, or a sequence of such texts",
+        default=(),
+    )
+    include_stop_str_in_output: bool = setting(
+        "Leave a text of `stop` that ended a choice in its text.", expected="True or False", default=False
+    )
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = setting(
         "The fewest new tokens: before that nothing ends a choice, since what would end it is not drawn.",
         expected="a whole number from 0 up, no more than max_tokens",

@@ -20,11 +20,12 @@ from vtoken.base.validation import shorten
 from vtoken.engine.interrupts import HeldInterrupt
 from vtoken.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vtoken.engine.stats import EngineStats
+from vtoken.engine.stops import find_stop, without_beginning_of
 from vtoken.engine.text import IncrementalDetokenizer, Tokenizer, prompt_of_nothing
 from vtoken.executor.base import Executor
 from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.scheduler import Scheduler
-from vtoken.schedule.sequence import Request, Sequence
+from vtoken.schedule.sequence import FinishReason, Request, Sequence
 
 OutputKind = Literal["cumulative", "final"]
 Prompt = str | SequenceOf[int]
@@ -95,6 +96,10 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params: expected SamplingParams, got {shorten(params)}", "params")
         params.check_vocabulary(self.facts.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop: this engine has no tokenizer (skip_tokenizer_init=True), so no text; use stop_token_ids", "stop"
+            )
         _check_salt(cache_salt)
         token_ids = self._encode(prompt)
         seed = params.seed
@@ -159,8 +164,11 @@ class Engine:
         advanced: dict[Request, _Tracked] = {}
         for sequence, token in drawn:
             tracked = self._tracked[sequence.request]
+            if tracked.is_read:
+                stop = tracked.push(sequence, token)
+                if stop is not None:
+                    self.scheduler.stop(sequence, stop)
             if tracked.kind == "cumulative":
-                tracked.push(sequence, token)
                 advanced[sequence.request] = tracked
         for request in self.scheduler.take_finished():
             advanced[request] = self._tracked.pop(request)
@@ -239,22 +247,47 @@ class _Tracked:
         self._tokenizer = tokenizer
         self._text_error: str | None = None
         self._texts = [""] * len(request.sequences)
+        self._stops: dict[int, str] = {}  # choice -> the text that ended it, where one did
+        self.is_read = tokenizer is not None and (kind == "cumulative" or bool(request.params.stop))
+        """Whether its text is made token by token."""
         self._detokenizers = [
-            IncrementalDetokenizer(tokenizer) if tokenizer is not None and kind == "cumulative" else None
+            IncrementalDetokenizer(tokenizer) if tokenizer is not None and self.is_read else None
             for _ in request.sequences
         ]
 
-    def push(self, sequence: Sequence, token: int) -> None:
-        detokenizer = self._detokenizers[sequence.choice]
-        if detokenizer is not None and self._text_error is None:
-            with self._text_errors_kept():
-                self._texts[sequence.choice] += detokenizer.push(token)
+    def push(self, sequence: Sequence, token: int) -> str | None:
+        """Add a token's text. Returns the one of the `stop` texts that it completes, which ends the choice."""
+        choice, params = sequence.choice, self.request.params
+        detokenizer = self._detokenizers[choice]
+        if detokenizer is None or self._text_error is not None or choice in self._stops:
+            return None
+        with self._text_errors_kept():
+            piece = detokenizer.push(token)
+            before, self._texts[choice] = len(self._texts[choice]), self._texts[choice] + piece
+            if piece and sequence.num_output_tokens >= params.min_tokens:
+                found = find_stop(self._texts[choice], before, params.stop)
+                if found is not None:
+                    at, stop = found
+                    self._texts[choice] = self._texts[choice][: at + len(stop) * params.include_stop_str_in_output]
+                    self._stops[choice] = stop
+                    return stop
+        return None
 
     def _text(self, sequence: Sequence) -> str:
+        if sequence.choice in self._stops:
+            return self._texts[sequence.choice]
+        if not sequence.is_finished and not self.request.params.include_stop_str_in_output:
+            return without_beginning_of(self.request.params.stop, self._texts[sequence.choice])
         if sequence.is_finished and self._tokenizer is not None and self._text_error is None:
             with self._text_errors_kept():
                 return self._tokenizer.decode(sequence.output_token_ids)
         return self._texts[sequence.choice]
+
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        if sequence.finish_reason is None:
+            return None
+        # A stop text may have been completed by the very token at which the length was reached.
+        return (FinishReason.STOP if sequence.choice in self._stops else sequence.finish_reason).value
 
     @contextmanager
     def _text_errors_kept(self) -> Iterator[None]:
@@ -273,8 +306,8 @@ class _Tracked:
                 index=sequence.choice,
                 text=texts[sequence.choice],
                 token_ids=sequence.output_token_ids,
-                finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
-                stop_reason=sequence.stop_reason,
+                finish_reason=self._finish_reason(sequence),
+                stop_reason=self._stops.get(sequence.choice, sequence.stop_reason),
                 error=request.error or self._text_error,
                 died_at=died,
                 num_kept=len(sequence.token_ids) - len(died),

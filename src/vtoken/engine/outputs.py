@@ -13,7 +13,7 @@ class CompletionOutput:
     text: str  # "" without a tokenizer
     token_ids: list[int]
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
-    stop_reason: int | None = None  # the stop token, where one of `stop_token_ids` ended the choice
+    stop_reason: int | str | None = None  # the one of `stop_token_ids` or `stop` that ended the choice
     error: str | None = None  # what went wrong, where finish_reason is "error"
     # Tokens that were evicted: position -> length of the text when it happened. Such a token was not seen afterwards.
     died_at: dict[int, int] = field(default_factory=dict)

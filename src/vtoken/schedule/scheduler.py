@@ -176,6 +176,17 @@ class Scheduler:
             self._finish_request(self._requests[request_id], FinishReason.ABORT)
         return True
 
+    def stop(self, sequence: Sequence, reason: str) -> None:
+        """End one choice between two steps, as if it had stopped by itself: its text says so. No error if it has ended.
+
+        Raises ValueError during a step.
+        """
+        if self._flight is not None:
+            raise ValueError("a choice is stopped between steps")
+        if not sequence.is_finished:
+            sequence.stop_reason = reason
+            self._finish_sequence(sequence, FinishReason.STOP)
+
     def evict(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
         """Mark tokens of a running sequence dead, between two steps. Their deaths are replayed if it is recomputed.
 
