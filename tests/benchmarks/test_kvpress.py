@@ -84,7 +84,7 @@ def test_every_pair_can_be_run_at_the_sizes_of_the_page(pair: Pair) -> None:
         settings = RetentionSettings(policy, kept, "always", 10**6, 0, prompt_end=args.context)
         retention = settings.resolve(KEEPS_ALL, 16)
         assert retention is not None
-        retention.check(args.context + 256)
+        retention.check(args.context + 256, 16)
         assert retention.next_place(0, 0, args.context + 256) == args.context
         assert retention.next_place(args.context, kept, args.context + 256) > args.context + 256
 

@@ -58,7 +58,7 @@ def test_an_instance_runs_in_the_engine(tmp_path: Path, capsys: pytest.CaptureFi
     if "kv_policy" not in EngineConfig.names():
         pytest.skip("the engine takes no policies yet")
     model = save_llama(tmp_path / "model", tokenizer=True)
-    exec(compile(USE.replace("path/to/model", str(model)), "add-a-policy.md", "exec"), {})
+    exec(compile(USE.replace("smollm2-135m", str(model)), "add-a-policy.md", "exec"), {})
     kept, evicted = map(int, re.findall(r"\d+", capsys.readouterr().out))
     assert evicted > 0
     assert kept + evicted >= 128
