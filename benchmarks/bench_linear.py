@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from vtoken.kernels.compiler import ISA_FLAGS
 from vtoken.linear import KERNELS, PreparedLinear
 from vtoken.linear.measure import sample_weight
 
@@ -73,8 +74,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="in x out, such as 576x960")
     parser.add_argument("--kernels", nargs="+", default=[k for k in KERNELS if KERNELS[k].unavailable() is None])
+    parser.add_argument("--isa", choices=ISA_FLAGS, default="native", help="kernels built for a lesser machine")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    ISA_FLAGS["native"] = ISA_FLAGS[args.isa]  # before anything is compiled
     warnings.filterwarnings("ignore", "torch.quantize_per")
     bandwidth = read_bandwidth()
     print(f"{torch.get_num_threads()} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s\n")

@@ -32,7 +32,7 @@ from vtoken.attention.cpu import CpuAttention
 from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.spec import AttentionSpec
 from vtoken.base.kv_format import KV_FORMATS
-from vtoken.kernels.compiler import SOURCES, find_compiler
+from vtoken.kernels.compiler import ISA_FLAGS, SOURCES, find_compiler
 from vtoken.memory import bits
 from vtoken.policies.statistics import AttentionStatistic, CountLow, Sum, SumLast
 from vtoken.quant.kv_format import encode
@@ -223,8 +223,10 @@ def measure(load: Load, num_threads: int, rounds: int, peak: Callable[[int, int]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--isa", choices=ISA_FLAGS, default="native", help="kernels built for a lesser machine")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
+    ISA_FLAGS["native"] = ISA_FLAGS[args.isa]  # before anything is compiled
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     peak = multiply_adds()

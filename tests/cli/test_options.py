@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from vtoken.base.config import EngineConfig
 from vtoken.base.sampling_params import SamplingParams
-from vtoken.cli.generate import PER_REQUEST
+from vtoken.cli.generate import LEFT_OUT
 from vtoken.cli.options import as_flags, takes
 
 
@@ -22,7 +22,7 @@ def app(given: dict[str, Any]) -> typer.Typer:
     app = typer.Typer(rich_markup_mode=None)
 
     @app.command()
-    @takes(SamplingParams, into="sampling", panel="Sampling", leave_out=PER_REQUEST, max_tokens=99)
+    @takes(SamplingParams, into="sampling", panel="Sampling", leave_out=LEFT_OUT, max_tokens=99)
     @takes(EngineConfig, into="engine", panel="Engine", leave_out=("model", "seed"))
     def command(model: str, *, engine: dict[str, Any], sampling: dict[str, Any]) -> None:
         """About."""
@@ -60,7 +60,7 @@ def test_a_length_is_a_number_or_auto(app: typer.Typer, given: dict[str, Any]) -
 
 def test_every_setting_is_offered_with_its_help_and_default(app: typer.Typer) -> None:
     text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).output.split())
-    for settings, left_out in ((SamplingParams, PER_REQUEST), (EngineConfig, ("model", "seed"))):
+    for settings, left_out in ((SamplingParams, LEFT_OUT), (EngineConfig, ("model", "seed"))):
         for name in settings.names():
             if name not in left_out:
                 assert f"--{name.replace('_', '-')}" in text

@@ -59,6 +59,24 @@ def test_what_the_memory_does_changes_nothing(folder: Path, name: str) -> None:
         assert answers(folder, params, **settings) == expected, settings
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_they_count_the_dead_too(folder: Path, name: str) -> None:
+    """An evicted token was said all the same; and what dies at fixed places does not depend on the memory."""
+    eviction = {"kv_policy": "streaming_llm", "kv_budget": 16, "kv_stride": 8, "kv_prefill_stride": 16}
+    draws = {"max_tokens": 24, "temperature": 1.0, "seed": 5, "n": 2, "ignore_eos": True}
+    params = SamplingParams(**draws, **eviction, kv_trigger="always", **RULES[name])
+    roomy, tight = answers(folder, params), answers(folder, params, num_blocks=17)
+    assert roomy == tight
+    if name == "allowed":
+        assert {token for output in roomy for answer in output for token in answer} <= set(
+            RULES[name]["allowed_token_ids"]
+        )
+    never = params.replace(presence_penalty=2.0, logit_bias=dict.fromkeys(range(90), -100.0) | {9: 1.0, 10: 0.5})
+    for output in answers(folder, never.replace(temperature=0.0, repetition_penalty=1e6, allowed_token_ids=None)):
+        for answer in output:
+            assert len(set(answer[:12])) == 12, "what was said is never said again, dead or alive"
+
+
 def test_the_repetition_penalty_is_that_of_transformers(folder: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = answers(folder, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, repetition_penalty=1.5))

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256  # an answer to read; vLLM's 16 is a default for completions
 
 
-# One policy for all prompts of a command: the engine's.
-PER_REQUEST = ("kv_policy", "kv_budget", "kv_trigger", "kv_stride", "kv_prefill_stride", "kv_prompt_end", "logit_bias")
+# One policy for all prompts of a command, the engine's; and what a command line has no form for.
+LEFT_OUT = ("kv_policy", "kv_budget", "kv_trigger", "kv_stride", "kv_prefill_stride", "kv_prompt_end", "logit_bias")
 
 
-@takes(SamplingParams, into="sampling", panel="Drawing tokens", leave_out=PER_REQUEST, max_tokens=DEFAULT_MAX_TOKENS)
+@takes(SamplingParams, into="sampling", panel="Drawing tokens", leave_out=LEFT_OUT, max_tokens=DEFAULT_MAX_TOKENS)
 @takes(EngineConfig, into="engine", panel="Engine", leave_out=("model", "skip_tokenizer_init", "seed"))
 def generate(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file or a name: smollm2-135m.")],
