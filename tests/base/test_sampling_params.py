@@ -98,7 +98,7 @@ def test_only_keywords() -> None:
         SamplingParams(0.5)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["logprobs", "bad_words", "best_of"])
+@pytest.mark.parametrize("name", ["bad_words", "structured_outputs"])
 def test_what_vllm_has_and_we_have_not_yet_is_said_so(name: str) -> None:
     with pytest.raises(RequestError, match=f"^{name}: not there yet") as caught:
         SamplingParams(**{name: 1})

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.recorded import Demand, record
 from tests.models.dense import dense_causal
 from tests.tiny_models import VOCAB_SIZE, save_planted_llama
-from vtoken import LLM, RequestError, SamplingParams
+from vtoken import LLM, SamplingParams
 from vtoken.engine.outputs import RequestOutput
 from vtoken.models.kernels import BATCH_INVARIANT
 from vtoken.models.loader import load_model
@@ -51,7 +51,7 @@ def scores(output: RequestOutput) -> list[float]:
     assert output.prompt_logprobs is not None, output.error
     first, *rest = output.prompt_logprobs
     assert first is None
-    return [each for each in rest if each is not None]
+    return [found[token].logprob for token, found in zip(output.prompt_token_ids[1:], rest, strict=True) if found]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -124,8 +124,3 @@ def test_an_answer_that_is_known_is_scored_as_it_was_drawn(folder: Path) -> None
     run = record(folder, [known], **settings)
     assert scores(run.outputs[0])[-60:] == right.tolist()
     assert len({died for died in answer.died_at.values() if died > len(PROMPTS[0])}) == 3
-
-
-def test_more_than_the_tokens_themselves_is_not_there_yet() -> None:
-    with pytest.raises(RequestError, match="prompt_logprobs: expected 0 .* not there yet.*got 5"):
-        SamplingParams(prompt_logprobs=5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtoken.engine.outputs import CompletionOutput, RequestOutput
+from vtoken.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 def answered(text: str, token_ids: Sequence[int] = ()) -> RequestOutput:
@@ -16,4 +16,5 @@ def scored(logprobs: Sequence[float]) -> RequestOutput:
     """Of a prompt whose first token has no score, and the others these."""
     choice = CompletionOutput(index=0, text="", token_ids=[0], finish_reason="length")
     prompt = [0] * (1 + len(logprobs))
-    return RequestOutput("0", None, prompt, [choice], finished=True, prompt_logprobs=[None, *logprobs])
+    named = [{0: Logprob(value, 1)} for value in logprobs]
+    return RequestOutput("0", None, prompt, [choice], finished=True, prompt_logprobs=[None, *named])

@@ -11,6 +11,7 @@ import pytest
 from tests.driving import Driver, tokens
 from vtoken.base.errors import EngineError, RequestError
 from vtoken.policies.h2o import H2O
+from vtoken.schedule.plan import NO_SCORES
 from vtoken.schedule.retention import Retention, RetentionSettings
 from vtoken.schedule.sequence import FinishReason, Request
 
@@ -34,8 +35,8 @@ def scored(
 
 
 def values(request: Request) -> list[float]:
-    assert request.prompt_logprobs is not None
-    return request.prompt_logprobs.tolist()
+    assert request.prompt_scores is not None
+    return request.prompt_scores.logprobs.tolist()
 
 
 PROMPTS = [tokens(length, i) for i, length in enumerate([70, 1, 2, 45, 61, 33])]
@@ -54,7 +55,7 @@ def test_every_token_but_the_first_is_scored_once() -> None:
     assert found == list(enumerate(PROMPTS[0]))[1:]
     assert np.isnan(values(request)[0])
     assert not np.isnan(values(request)[1:]).any()
-    assert silent.prompt_logprobs is None
+    assert silent.prompt_scores is None
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
@@ -116,8 +117,8 @@ def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
         plan = driver.scheduler.schedule()
         assert plan is not None
         result = driver.executor.execute(plan)
-        bad = np.where(plan.scoring.targets == PROMPTS[0][5], np.nan, result.logprobs)
-        driver.scheduler.apply(replace(result, logprobs=bad))
+        bad = np.where(plan.scoring.targets == PROMPTS[0][5], np.nan, result.scores.logprobs)
+        driver.scheduler.apply(replace(result, scores=replace(result.scores, logprobs=bad)))
     assert request.sequences[0].finish_reason is FinishReason.ERROR
     assert "NaN or infinite" in (request.error or "")
     assert other.error is None
@@ -130,8 +131,8 @@ def test_a_result_without_the_scores_is_refused() -> None:
     plan = driver.scheduler.schedule()
     assert plan is not None
     result = driver.executor.execute(plan)
-    with pytest.raises(EngineError, match="scores 64 tokens, its result has 0"):
-        driver.scheduler.apply(replace(result, logprobs=np.zeros(0)))
+    with pytest.raises(EngineError, match="scores 64 known tokens and 0 drawn ones, its result has 0 and 0"):
+        driver.scheduler.apply(replace(result, scores=NO_SCORES))
 
 
 # --- an answer that is known ------------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ def batch(after: list[int], targets: list[int]) -> ScoringBatch:
 
 
 def test_a_score_is_the_logarithm_of_the_probability() -> None:
-    found = score(identity, torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]), batch([0, 0, 1], [2, 0, 1]))
+    found = score(identity, torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]), batch([0, 0, 1], [2, 0, 1])).logprobs
     weights = np.exp([1.0, 2.0, 3.0])
     np.testing.assert_allclose(found, np.log([weights[2] / weights.sum(), weights[0] / weights.sum(), 1 / 3]))
 
 
 def test_it_is_exact_where_float32_would_lose_it() -> None:
-    [found] = score(identity, torch.tensor([[20.0, 0.0]]), batch([0], [0]))
+    [found] = score(identity, torch.tensor([[20.0, 0.0]]), batch([0], [0])).logprobs
     np.testing.assert_allclose(found, -np.exp(-20.0), rtol=1e-6)
 
 
@@ -45,9 +45,9 @@ def test_rows_are_taken_in_pieces_that_change_nothing() -> None:
 
     after = list(range(1, 3 * MOST_ROWS))
     targets = [7 * i % 50 for i in after]
-    together = score(counted, hidden, batch(after, targets))
+    together = score(counted, hidden, batch(after, targets)).logprobs
     assert rows == [MOST_ROWS, MOST_ROWS, MOST_ROWS - 1]
-    alone = [score(identity, hidden, batch([i], [t]))[0] for i, t in zip(after, targets, strict=True)]
+    alone = [score(identity, hidden, batch([i], [t])).logprobs[0] for i, t in zip(after, targets, strict=True)]
     assert together.tolist() == alone
 
 
@@ -58,7 +58,7 @@ def test_a_large_vocabulary_takes_fewer_rows_at_once() -> None:
         rows.append(len(hidden))
         return torch.zeros(len(hidden), 2**18)
 
-    found = score(wide, torch.zeros(100, 4), batch(list(range(100)), [0] * 100))
+    found = score(wide, torch.zeros(100, 4), batch(list(range(100)), [0] * 100)).logprobs
     assert max(rows[1:]) == 16
     assert sum(rows) == 100
     np.testing.assert_allclose(found, -18 * np.log(2.0))
@@ -66,7 +66,7 @@ def test_a_large_vocabulary_takes_fewer_rows_at_once() -> None:
 
 def test_what_is_ruled_out_has_no_chance_and_nan_has_no_number() -> None:
     logits = torch.tensor([[0.0, -torch.inf], [0.0, torch.nan], [0.0, torch.inf]])
-    found = score(identity, logits, batch([0, 0, 1, 2], [0, 1, 0, 0]))
+    found = score(identity, logits, batch([0, 0, 1, 2], [0, 1, 0, 0])).logprobs
     assert found[:2].tolist() == [0.0, -np.inf]
     assert np.isnan(found[2])
     assert not found[3] > -np.inf  # NaN or -infinity, whatever the softmax makes of infinity
@@ -80,4 +80,4 @@ def test_a_plan_that_scores_nothing_costs_nothing() -> None:
     assert plan.scoring is NOTHING_TO_SCORE
     output = ModelRunner(model, store, ReferenceAttention()).run(plan)
     assert model.logit_rows == [1]  # of the draw
-    assert len(output.logprobs) == 0
+    assert len(output.scores) == 0

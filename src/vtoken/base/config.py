@@ -115,6 +115,11 @@ class EngineConfig(Settings):
     max_num_batched_tokens: _Count = setting(
         "The most tokens in one step; longer prompts are computed in chunks.", expected=_COUNT, default=2048
     )
+    max_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = setting(
+        "The most likely tokens that a request may have named beside each of its own.",
+        expected="a whole number from 0 up",
+        default=20,
+    )
     enable_prefix_caching: bool = setting(
         "Keep computed blocks and share them with later prompts that begin the same.", expected=_SWITCH, default=True
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from vtoken.base.errors import RequestError
 from vtoken.base.kv_retention import (
@@ -41,6 +41,8 @@ _Texts = Annotated[
     Strict(False),
     BeforeValidator(lambda texts: () if texts is None else (texts,) if isinstance(texts, str) else texts),
 ]
+_NumLogprobs = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+_LOGPROBS_EXPECTED = "a whole number from 0 (the tokens themselves) to the engine's max_logprobs, or None (off)"
 _TokenIds = Annotated[tuple[_TokenId, ...], Strict(False), BeforeValidator(lambda ids: () if ids is None else ids)]
 
 
@@ -54,9 +56,7 @@ class SamplingParams(Settings):
     kind: ClassVar[str] = "sampling parameter"
     example: ClassVar[str] = "temperature=0.8"
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "best_of": f"{_NOT_YET}; n draws several answers",
         "bad_words": f"{_NOT_YET}; logit_bias rules out single tokens",
-        "logprobs": _NOT_YET,
         **dict.fromkeys(("structured_outputs", "guided_decoding", "logits_processors"), _NOT_YET),
     }
 
@@ -66,6 +66,11 @@ class SamplingParams(Settings):
         default=1,
         ge=1,
         le=MAX_N,
+    )
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = setting(
+        "Choices to draw, of which the n with the highest mean log-probability are returned, best first.",
+        expected=f"a whole number from n to {MAX_N}, or None (n)",
+        default=None,
     )
     temperature: float = setting(
         "Divides the logits; 0 (in fact anything below 1e-5) always takes the likeliest token.",
@@ -162,9 +167,15 @@ class SamplingParams(Settings):
         default=None,
     )
 
-    prompt_logprobs: Annotated[int, Field(ge=0, le=0)] | None = setting(
-        "0: return the log-probability of each token of the prompt; all of it is computed then, whatever is cached.",
-        expected="0 (of the tokens themselves; of others beside them: not there yet) or None (off)",
+    logprobs: _NumLogprobs | None = setting(
+        "Return the log-probability of each token of an answer, and of so many likeliest ones beside it, as they were before "
+        "penalties, biases and temperature.",
+        expected=_LOGPROBS_EXPECTED,
+        default=None,
+    )
+    prompt_logprobs: _NumLogprobs | None = setting(
+        "The same of each token of the prompt; all of it is computed then, whatever is cached.",
+        expected=_LOGPROBS_EXPECTED,
         default=None,
     )
 
@@ -200,6 +211,24 @@ class SamplingParams(Settings):
     @classmethod
     def refuse(cls, message: str, field: str | None) -> RequestError:
         return RequestError(message, field)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices that are drawn, of which `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_logprobs(self) -> int:
+        """Likeliest tokens to be named beside each token that is drawn; -1 = what is drawn needs no scores."""
+        if self.logprobs is not None:
+            return self.logprobs
+        return 0 if self.num_choices > self.n else -1  # the best are told by their scores
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.num_choices < self.n:
+            raise ValueError(f"best_of: {self.best_of} choices cannot give the n={self.n} best of them")
+        return self
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise RequestError for tokens that do not exist in a vocabulary of `vocab_size` tokens."""

@@ -102,7 +102,13 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         row_positions=needs_positions,
         statistics=executor.backend.statistics,
     )
-    facts = EngineFacts(spec.vocab_size, spec.bos_token_id, block_bytes, model.num_weight_bytes)
+    facts = EngineFacts(
+        spec.vocab_size,
+        spec.bos_token_id,
+        block_bytes,
+        model.num_weight_bytes,
+        min(config.max_logprobs, spec.vocab_size),
+    )
     logger.info(
         "%s: weights %s, KV pool %s = %d blocks of %d tokens, sequences up to %d tokens",
         spec.architecture,

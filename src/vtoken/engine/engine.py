@@ -18,7 +18,8 @@ from vtoken.base.hashing import mix64
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.validation import shorten
 from vtoken.engine.interrupts import HeldInterrupt
-from vtoken.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from vtoken.engine.logprobs import best_choices, name_prompt_scores, name_scores, total_logprob
+from vtoken.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from vtoken.engine.stats import EngineStats
 from vtoken.engine.stops import find_stop, without_beginning_of
 from vtoken.engine.text import IncrementalDetokenizer, Tokenizer, prompt_of_nothing
@@ -39,6 +40,7 @@ class EngineFacts:
     bos_token_id: int | None
     bytes_per_block: int
     weight_bytes: int
+    max_logprobs: int = 20
 
 
 class Engine:
@@ -82,7 +84,8 @@ class Engine:
         """Queue a request.
 
         `prompt` is text or token ids. `output_kind`: "cumulative" gives an output after every step that brought the
-        request a token, "final" only the last one. Texts with different `cache_salt` never share cached blocks.
+        request a token, "final" only the last one, as do requests with `best_of`. Texts with different `cache_salt`
+        never share cached blocks.
 
         Raises RequestError, with the field at fault, for anything that could not run; nothing is queued then.
         """
@@ -96,6 +99,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params: expected SamplingParams, got {shorten(params)}", "params")
         params.check_vocabulary(self.facts.vocab_size)
+        self._check_logprobs(params)
         if params.stop and self.tokenizer is None:
             raise RequestError(
                 "stop: this engine has no tokenizer (skip_tokenizer_init=True), so no text; use stop_token_ids", "stop"
@@ -108,7 +112,9 @@ class Engine:
         request = self.scheduler.add(request_id, token_ids, params, seed=seed, cache_salt=cache_salt)
         self._num_requests += 1
         text = prompt if isinstance(prompt, str) else None
-        self._tracked[request] = _Tracked(request, text, output_kind, self.tokenizer)
+        # Which choices are the best is known in the end.
+        kind = "final" if params.num_choices > params.n else output_kind
+        self._tracked[request] = _Tracked(request, text, kind, self.tokenizer)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests, in whatever state, and give their blocks back. Unknown and ended ones are no error.
@@ -199,6 +205,12 @@ class Engine:
             self.is_closed = True
             self.executor.close()
 
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for field in ("logprobs", "prompt_logprobs"):
+            wanted, most = getattr(params, field), self.facts.max_logprobs
+            if wanted is not None and wanted > most:
+                raise RequestError(f"{field}: {wanted} is more than this engine's max_logprobs={most}", field)
+
     def _encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, each of them in the vocabulary, whoever made them."""
         largest = self.facts.vocab_size - 1
@@ -224,11 +236,6 @@ class Engine:
         return list(prompt) if len(prompt) else prompt_of_nothing(self.facts.bos_token_id)
 
 
-def _scores(request: Request) -> list[float | None] | None:
-    found = request.prompt_logprobs
-    return None if found is None or np.isnan(found[1:]).any() else [None, *found[1:].tolist()]
-
-
 def _check_salt(salt: str | None) -> None:
     if salt is not None:
         try:
@@ -248,6 +255,8 @@ class _Tracked:
         self._text_error: str | None = None
         self._texts = [""] * len(request.sequences)
         self._stops: dict[int, str] = {}  # choice -> the text that ended it, where one did
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in request.sequences]
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.is_read = tokenizer is not None and (kind == "cumulative" or bool(request.params.stop))
         """Whether its text is made token by token."""
         self._detokenizers = [
@@ -289,6 +298,24 @@ class _Tracked:
         # A stop text may have been completed by the very token at which the length was reached.
         return (FinishReason.STOP if sequence.choice in self._stops else sequence.finish_reason).value
 
+    def _scores(self, sequence: Sequence) -> list[TokenLogprobs] | None:
+        if self.request.params.logprobs is None:
+            return None
+        named, scores = self._logprobs[sequence.choice], sequence.scores
+        for place in range(len(named), len(scores)):  # those that have not been named yet
+            token = sequence.token_ids[self.request.num_prompt_tokens + place]
+            named += name_scores([token], scores[place], self._text_of)
+        return named.copy()
+
+    def _prompt_scores(self) -> list[TokenLogprobs | None] | None:
+        if self._prompt_logprobs is None:
+            request = self.request
+            self._prompt_logprobs = name_prompt_scores(request.prompt_token_ids, request.prompt_scores, self._text_of)
+        return self._prompt_logprobs
+
+    def _text_of(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token)
+
     @contextmanager
     def _text_errors_kept(self) -> Iterator[None]:
         """A tokenizer that fails on one answer must not cost the others theirs: it is said in this one's `error`."""
@@ -299,21 +326,24 @@ class _Tracked:
 
     def output(self, died_at: Callable[[Sequence], dict[int, int]]) -> RequestOutput:
         request = self.request
-        texts = [self._text(sequence) for sequence in request.sequences]
-        deaths = [died_at(sequence) for sequence in request.sequences]
+        shown = best_choices(request)
+        texts = [self._text(sequence) for sequence in shown]
+        deaths = [died_at(sequence) for sequence in shown]
         choices = [
             CompletionOutput(
-                index=sequence.choice,
-                text=texts[sequence.choice],
+                index=index,
+                text=text,
                 token_ids=sequence.output_token_ids,
                 finish_reason=self._finish_reason(sequence),
                 stop_reason=self._stops.get(sequence.choice, sequence.stop_reason),
                 error=request.error or self._text_error,
+                logprobs=self._scores(sequence),
+                cumulative_logprob=total_logprob(sequence) if request.params.num_logprobs >= 0 else None,
                 died_at=died,
                 num_kept=len(sequence.token_ids) - len(died),
                 num_evicted=len(died),
             )
-            for sequence, died in zip(request.sequences, deaths, strict=True)
+            for index, (sequence, text, died) in enumerate(zip(shown, texts, deaths, strict=True))
         ]
         return RequestOutput(
             request_id=request.request_id,
@@ -322,7 +352,7 @@ class _Tracked:
             outputs=choices,
             finished=not request.unfinished,
             num_cached_tokens=request.num_cached_tokens,
-            prompt_logprobs=_scores(request),
+            prompt_logprobs=self._prompt_scores(),
             metrics=RequestMetrics(
                 arrival_time=request.arrival_time,
                 first_scheduled_time=request.first_scheduled_time,

@@ -5,6 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token at a place, by its own logits: before penalties, biases and temperature."""
+
+    logprob: float  # natural logarithm of the probability
+    rank: int  # 1 = no other token was likelier
+    decoded_token: str | None = None  # None without a tokenizer
+
+
+TokenLogprobs = dict[int, Logprob]  # of a place: the token that stands there first, then the likeliest ones
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One choice of a request, as far as it has come."""
@@ -15,6 +27,8 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
     stop_reason: int | str | None = None  # the one of `stop_token_ids` or `stop` that ended the choice
     error: str | None = None  # what went wrong, where finish_reason is "error"
+    logprobs: list[TokenLogprobs] | None = None  # one a token, with `SamplingParams.logprobs`
+    cumulative_logprob: float | None = None  # of all tokens, with `logprobs` or where the best were chosen
     # Tokens that were evicted: position -> length of the text when it happened. Such a token was not seen afterwards.
     died_at: dict[int, int] = field(default_factory=dict)
     num_kept: int = 0  # tokens of the text, prompt and answer, that were not evicted
@@ -46,9 +60,9 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, so never computed for this request
-    # With `SamplingParams.prompt_logprobs`: the log-probability of each token of the prompt after what came before it
-    # (and was not evicted); the first has none. None until the prompt is computed.
-    prompt_logprobs: list[float | None] | None = None
+    # With `SamplingParams.prompt_logprobs`: of each token of the prompt after what came before it and was not evicted;
+    # the first has none. None until the prompt is computed.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
 
     @property

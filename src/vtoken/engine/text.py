@@ -43,6 +43,9 @@ class Tokenizer:
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>", -1): bytes([byte]) for byte in range(256)}
         self._byte_tokens = byte_tokens if -1 not in byte_tokens else {}
         self.letter_token = vocabulary.get("<0x41>", -1)
+        self._known = frozenset(vocabulary.values())
+        self._token_texts: dict[int, str] = {}  # what `token_text` has been asked for
+        self._anchor_token = next((vocabulary[letter] for letter in "aAeE01" if letter in vocabulary), None)
 
     @property
     def has_chat_template(self) -> bool:
@@ -120,6 +123,18 @@ class Tokenizer:
         """What the tokenizer itself makes of `token_ids`."""
         text: str = self.backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def token_text(self, token_id: int) -> str:
+        """What a token says by itself, special ones too; "" for one that the tokenizer does not know.
+
+        Bytes that are no character are replacement characters.
+        """
+        if token_id not in self._token_texts:
+            anchor = self._anchor_token  # decoders may drop the space that a text begins with
+            known = [anchor] if anchor is not None else []
+            whole = self.decode_raw([*known, token_id]) if token_id in self._known else ""
+            self._token_texts[token_id] = whole[len(self.decode_raw(known)) :] if whole and known else whole
+        return self._token_texts[token_id]
 
     def is_audible(self, token_id: int) -> bool:
         """Whether a token has text: it exists and is not special."""

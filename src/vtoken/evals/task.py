@@ -84,4 +84,5 @@ class Task(ABC):
 def scores_of(output: RequestOutput, begin: int) -> list[float]:
     """Log-probabilities of the tokens of a scored probe from position `begin` on, which is not 0."""
     assert output.prompt_logprobs is not None, "only scored probes are graded by scores"
-    return [each for each in output.prompt_logprobs[begin:] if each is not None]
+    scored = zip(output.prompt_token_ids[begin:], output.prompt_logprobs[begin:], strict=True)
+    return [found[token].logprob for token, found in scored if found is not None]

@@ -67,7 +67,8 @@ class LocalExecutor:
             tokens=output.tokens,
             errors=output.errors,
             statistics=output.statistics,
-            logprobs=output.logprobs,
+            scores=output.scores,
+            drawn=output.drawn,
             ended=ended,
             failed=failed,
         )

@@ -18,7 +18,7 @@ from vtoken.base.hashing import mix64, uniform
 from vtoken.executor.sim_statistics import sim_statistics
 from vtoken.memory import bits
 from vtoken.memory.copy import Copy, CopyKind
-from vtoken.schedule.plan import StepPlan, StepResult
+from vtoken.schedule.plan import StepPlan, StepResult, TokenScores
 
 _A = np.uint64(0xD1342543DE82EF95)
 _K = np.uint64(0x5851F42D4C957F2D)  # odd, so it has an inverse
@@ -54,9 +54,12 @@ class SimExecutor:
         tokens = (mix64(after[batch.slices], streams) % np.uint64(self.vocab_size)).astype(np.int32)
         own = self.cells[plan.write_slots]
         # A cell says what its token could read, so the score of what comes after it depends on that, and nothing else.
-        logprobs = -uniform(own[plan.scoring.after], plan.scoring.targets)
+        scores = _scores(own[plan.scoring.after], plan.scoring.targets, plan.scoring.num_top)
+        drawn = _scores(after[batch.slices[batch.scored]], tokens[batch.scored], batch.num_top)
         statistics = sim_statistics(plan, visible, own)
-        return StepResult(plan.step, tokens, statistics=statistics, logprobs=logprobs, ended=ended, failed=failed)
+        return StepResult(
+            plan.step, tokens, statistics=statistics, scores=scores, drawn=drawn, ended=ended, failed=failed
+        )
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -124,3 +127,10 @@ class SimExecutor:
                 table[0] = 1
             self._powers = np.cumprod(exponents[0], dtype=np.uint64), np.cumprod(exponents[1], dtype=np.uint64)
         return self._powers
+
+
+def _scores(contexts: NDArray[np.uint64], tokens: NDArray[np.int32], num_top: int) -> TokenScores:
+    """Of a token after what could be read there; the tokens named as likeliest are as much of a hash."""
+    top = np.arange(num_top, dtype=np.int32)[None, :].repeat(len(tokens), axis=0)
+    top_logprobs = -np.sort(uniform(contexts[:, None], top), axis=1)
+    return TokenScores(-uniform(contexts, tokens), np.ones(len(tokens), np.int32), top, top_logprobs)

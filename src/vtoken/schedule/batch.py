@@ -137,6 +137,7 @@ class PlanBuilder:
             self.draws = [s for leader in self.draws for s in (leader, *leader.request.unforked)]
             slices, drawn = np.repeat(slices, num_unforked + 1), np.repeat(drawn, num_unforked + 1)
             choices = np.array([sequence.choice for sequence in self.draws], np.int32)
+        num_logprobs = state["num_logprobs"][drawn]
         return SamplingBatch(
             slices=slices.astype(np.int32),
             temperature=state["temperature"][drawn],
@@ -147,6 +148,8 @@ class PlanBuilder:
             choices=choices,
             indices=state["total"][drawn] - state["prompt"][drawn],
             rules=order_rules(self.draws),
+            scored=np.flatnonzero(num_logprobs >= 0),
+            num_top=max(0, int(num_logprobs.max(initial=-1))),
         )
 
 

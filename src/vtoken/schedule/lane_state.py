@@ -27,6 +27,7 @@ _FIELDS = np.dtype(
         ("min_p", np.float32),
         ("seed", np.uint64),
         ("choice", np.int32),
+        ("num_logprobs", np.int32),  # likeliest tokens that are named beside what is drawn; -1 = no scores
         ("arrival", np.int64),
         ("num_unforked", np.int32),  # choices that are still to fork from it
         # Eviction; see `Retention`.
@@ -79,6 +80,7 @@ class LaneState:
             params.min_p,
             np.uint64(sequence.request.seed & 0xFFFFFFFFFFFFFFFF),
             sequence.choice,
+            params.num_logprobs,
             sequence.request.index,
             len(sequence.request.unforked),
             *_KEEPS_ALL,

@@ -48,6 +48,8 @@ class SamplingBatch:
     choices: NDArray[np.int32]  # [N] index of the choice within its request
     indices: NDArray[np.int32]  # [N] how many tokens the choice has generated before this one
     rules: LogitRules | None = None
+    scored: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # draws whose token is scored
+    num_top: int = 0  # likeliest tokens that are named beside them: the most that one of them asks for
 
     def __len__(self) -> int:
         return len(self.slices)
@@ -64,6 +66,7 @@ class ScoringBatch:
 
     after: NDArray[np.int32]  # [n] the flat tokens of the plan that they come after, ascending
     targets: NDArray[np.int32]  # [n] the tokens themselves
+    num_top: int = 0  # likeliest tokens that are named beside them: the most that one of them asks for
 
     def __len__(self) -> int:
         return len(self.after)
@@ -133,6 +136,50 @@ class StepPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenScores:
+    """What the model says of n tokens at their places, by its logits as they are: without rules or temperature."""
+
+    logprobs: NDArray[np.float64]  # [n] natural logarithms; NaN where the logits are no numbers
+    ranks: NDArray[np.int32]  # [n] 1 = no other token is likelier
+    top_tokens: NDArray[np.int32]  # [n, num_top] the likeliest tokens, best first
+    top_logprobs: NDArray[np.float64]  # [n, num_top]
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def num_top(self) -> int:
+        return int(self.top_tokens.shape[1])
+
+    @classmethod
+    def empty(cls, num_tokens: int, num_top: int) -> TokenScores:
+        """Room for scores that are not known yet: NaN."""
+        return cls(
+            np.full(num_tokens, np.nan),
+            np.zeros(num_tokens, np.int32),
+            np.zeros((num_tokens, num_top), np.int32),
+            np.full((num_tokens, num_top), np.nan),
+        )
+
+    def enter(self, where: NDArray[np.int64], others: TokenScores) -> None:
+        """Take the scores of others at these places, as many of their likeliest tokens as there is room for."""
+        num_top = self.num_top
+        self.logprobs[where], self.ranks[where] = others.logprobs, others.ranks
+        self.top_tokens[where] = others.top_tokens[:, :num_top]
+        self.top_logprobs[where] = others.top_logprobs[:, :num_top]
+
+    def of(self, which: NDArray[np.bool_] | slice, num_top: int | None = None) -> TokenScores:
+        """Those of some tokens, with all of the likeliest ones or the first `num_top`."""
+        top = slice(num_top)
+        return TokenScores(
+            self.logprobs[which], self.ranks[which], self.top_tokens[which, top], self.top_logprobs[which, top]
+        )
+
+
+NO_SCORES = TokenScores.empty(0, 0)
+
+
+@dataclass(frozen=True, eq=False)
 class StepResult:
     """What a step found out. The scheduler alone turns it into book entries."""
 
@@ -144,7 +191,7 @@ class StepResult:
     # are at least as many columns as those slices use rows. An AttentionStatistic says what the slice's queries add; a
     # CacheStatistic what holds now, NaN where no value was asked for (dead rows, positions below `first`).
     statistics: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    # [n] in the order of `StepPlan.scoring`; NaN where there is none because the logits are no numbers.
-    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    scores: TokenScores = NO_SCORES  # in the order of `StepPlan.scoring`
+    drawn: TokenScores = NO_SCORES  # of the tokens drawn, in the order of `SamplingBatch.scored`
     ended: tuple[int, ...] = ()  # tickets of beside-copies that are done
     failed: tuple[int, ...] = ()  # tickets of beside-copies that never will be

@@ -90,7 +90,7 @@ class Residents:
             # `tried` counts too: it bounds the search, not only the passing.
             if tried and head.num_passes + tried > self._config.max_passes:
                 break
-            if batch.tokens_left < 1 or self.num_running + request.params.n > self._config.max_num_seqs:
+            if batch.tokens_left < 1 or self.num_running + request.params.num_choices > self._config.max_num_seqs:
                 break
             if not self._start(request, batch):
                 tried += 1
@@ -178,7 +178,7 @@ class Residents:
             limits += [request.retention.most_matched(request.num_prompt_tokens), self._peak(request)]
             if request.started_over_at >= leader.settled > 0:
                 limits.append(0)  # it is computed again for what its policy did not see
-        if request.prompt_logprobs is not None:
+        if request.prompt_scores is not None:
             limits.append(0)  # only what is computed can be scored
         return self._memory.match(leader.hashes, max(0, min(limits)))
 
@@ -250,7 +250,7 @@ class Residents:
         first = next(iter(self.preempted or self.waiting), None)
         if first is None or not may_help.any() or self._memory.moves:  # blocks that are on their way come first
             return
-        num_sequences = len(first.unfinished) if first.status is not Status.WAITING else first.params.n
+        num_sequences = len(first.unfinished) if first.status is not Status.WAITING else first.params.num_choices
         if self.num_running + num_sequences > self._config.max_num_seqs:
             return
         if first.status is Status.SWAPPED:

@@ -30,7 +30,7 @@ from vtoken.schedule.preemption import PreemptionCosts
 from vtoken.schedule.pressure import Relief
 from vtoken.schedule.residents import Residents
 from vtoken.schedule.retention import Retention, RetentionSettings
-from vtoken.schedule.scoring import enter_scores
+from vtoken.schedule.scoring import enter_drawn, enter_scores
 from vtoken.schedule.sequence import FinishReason, Request, Sequence, Status
 from vtoken.schedule.timeline import Timeline
 
@@ -115,7 +115,7 @@ class Scheduler:
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             message = f"min_tokens: {params.min_tokens} is more than max_tokens={params.max_tokens}"
             raise RequestError(message, "min_tokens")
-        max_tokens = self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.n, retention)
+        max_tokens = self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.num_choices, retention)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -126,7 +126,7 @@ class Scheduler:
             self.memory.block_size,
             cache_salt,
             retention,
-            self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.n, retention),
+            self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.num_choices, retention),
         )
         request.rules = rules_of(request.params, prompt_token_ids, self.config.eos_token_ids)
         self._num_arrived += 1
@@ -384,7 +384,10 @@ class Scheduler:
         for lane in (lane for request in failed for lane in request.lanes):
             memory.unpublish(lane)  # nobody is to be handed what may be broken
         failed |= {self._state.of(lane).request: reason for lane, reason in failures.items()}
-        drawn = self._take_tokens(flight.draws, result.tokens, failed)
+        for request, reason in failed.items():
+            self._finish_request(request, FinishReason.ERROR, reason)
+        enter_drawn(flight.draws, plan.sampling.scored, result.drawn)
+        drawn = self._take_tokens(flight.draws, result.tokens)
         if self._suspects:  # whoever got a token in a step of its own is not what made the other one fail
             cleared = {sequence.request for sequence in flight.draws}
             self._suspects = [suspect for suspect in self._suspects if suspect not in cleared]
@@ -396,14 +399,10 @@ class Scheduler:
         finished, self._finished = self._finished, []
         return finished
 
-    def _take_tokens(
-        self, draws: list[Sequence], tokens: NDArray[np.int32], failed: dict[Request, str]
-    ) -> list[tuple[Sequence, int]]:
-        """Append what was drawn, and end the sequences that are complete and the requests that failed."""
-        for request, reason in failed.items():
-            self._finish_request(request, FinishReason.ERROR, reason)
-        if failed:
-            kept = [i for i, sequence in enumerate(draws) if sequence.request not in failed]
+    def _take_tokens(self, draws: list[Sequence], tokens: NDArray[np.int32]) -> list[tuple[Sequence, int]]:
+        """Append what was drawn, unless its request has failed, and end the sequences that are complete."""
+        kept = [i for i, sequence in enumerate(draws) if not sequence.request.is_finished]
+        if len(kept) < len(draws):
             draws, tokens = [draws[i] for i in kept], tokens[kept]
         if not draws:
             return []
@@ -530,9 +529,11 @@ def _check_result(plan: StepPlan, result: StepResult) -> None:
     found = {name: len(values) for name, values in result.statistics.items()}
     if ordered != found:
         raise EngineError(f"step {plan.step} ordered statistics of so many slices: {ordered}; its result has {found}")
-    if len(result.logprobs) != len(plan.scoring):
+    wanted = len(plan.scoring), len(plan.sampling.scored)
+    if (len(result.scores), len(result.drawn)) != wanted:
         raise EngineError(
-            f"step {plan.step} scores {len(plan.scoring)} tokens, its result has {len(result.logprobs)} of them"
+            f"step {plan.step} scores {wanted[0]} known tokens and {wanted[1]} drawn ones, its result has "
+            f"{len(result.scores)} and {len(result.drawn)} of them"
         )
 
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from vtoken.base.sampling_params import MAX_N, SamplingParams
 from vtoken.memory.prefix_cache import BlockHashes
+from vtoken.schedule.plan import TokenScores
 from vtoken.schedule.retention import Retention
 
 if TYPE_CHECKING:
@@ -49,6 +47,7 @@ class Sequence:
     died_at: dict[int, int] = field(default_factory=dict)
     # Up to this length of the text it is settled which tokens die: when it is computed again, nobody is asked again.
     settled: int = 0
+    scores: list[TokenScores] = field(default_factory=list)  # one a token of the answer, where its request wants them
 
     @property
     def number(self) -> int:
@@ -99,8 +98,8 @@ class Request:
     sequences: list[Sequence] = field(init=False)
     # Choices that come into being when the leader has computed the prompt: they fork from it.
     unforked: list[Sequence] = field(init=False)
-    # [prompt tokens] log-probability of each, NaN until it is known and for the first; None = nobody asked.
-    prompt_logprobs: NDArray[np.float64] | None = field(init=False)
+    # Of each token of the prompt, NaN until it is known and for the first; None = nobody asked.
+    prompt_scores: TokenScores | None = field(init=False)
     rules: RequestRules | None = None  # what is changed in its logits; None = nothing
 
     def __post_init__(self) -> None:
@@ -110,9 +109,10 @@ class Request:
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
         # Only the leader has the text before the choices fork: a thousand copies of a long prompt would wait with it.
         self.sequences = [Sequence(self, 0, prompt.copy(), hashes)]
-        self.sequences += [Sequence(self, choice, [], hashes.copy()) for choice in range(1, self.params.n)]
+        self.sequences += [Sequence(self, choice, [], hashes.copy()) for choice in range(1, self.params.num_choices)]
         self.unforked = self.sequences[1:]
-        self.prompt_logprobs = None if self.params.prompt_logprobs is None else np.full(len(prompt), np.nan)
+        num_top = self.params.prompt_logprobs
+        self.prompt_scores = None if num_top is None else TokenScores.empty(len(prompt), num_top)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -121,6 +121,10 @@ class Request:
     @property
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
 
     @property
     def leader(self) -> Sequence:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,13 +18,13 @@ from vtoken.attention.rotation import Rotation
 from vtoken.attention.scan import CacheScan
 from vtoken.models.base import CausalLM
 from vtoken.policies.statistics import AttentionStatistic, FutureAttention
-from vtoken.schedule.plan import StepPlan
+from vtoken.schedule.plan import NO_SCORES, SamplingBatch, StepPlan, TokenScores
 from vtoken.worker.kv_store import KVStore
 from vtoken.worker.logit_rules import apply_rules
 from vtoken.worker.queries import QueryMemory
 from vtoken.worker.replay import Replays
 from vtoken.worker.sampler import sample
-from vtoken.worker.scoring import score
+from vtoken.worker.scoring import score, score_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,8 @@ class RunnerOutput:
     tokens: NDArray[np.int32]  # [N] one a draw; -1 where it failed
     errors: dict[int, str]  # draw -> reason
     statistics: dict[str, NDArray[np.float64]]  # see `StepResult`
-    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # see `StepResult`
+    scores: TokenScores = NO_SCORES  # see `StepResult`
+    drawn: TokenScores = NO_SCORES
 
 
 class ModelRunner:
@@ -55,12 +56,20 @@ class ModelRunner:
             return RunnerOutput(np.zeros(0, np.int32), {}, {})
         meta = AttentionMetadata.from_plan(plan)
         hidden = self._forward(plan, meta)
-        logits = self._logits(plan, hidden)
-        if plan.sampling.rules is not None:
-            apply_rules(logits, plan.sampling.rules)
-        tokens, errors = sample(logits, plan.sampling, compiled=self._backend.compiled)
-        logprobs = score(self._model.logits, hidden, plan.scoring)
-        return RunnerOutput(tokens, errors, self._statistics(plan, meta), logprobs)
+        tokens, errors, drawn = self._draw(plan.sampling, self._logits(plan, hidden))
+        scores = score(self._model.logits, hidden, plan.scoring)
+        return RunnerOutput(tokens, errors, self._statistics(plan, meta), scores, drawn)
+
+    def _draw(self, batch: SamplingBatch, logits: Tensor) -> tuple[NDArray[np.int32], dict[int, str], TokenScores]:
+        """One token a row of `logits`, which are overwritten; which draws failed; scores of those that want them."""
+        scored = logits[torch.from_numpy(batch.scored)]  # a copy: before rules change them
+        if batch.rules is not None:
+            apply_rules(logits, batch.rules)
+        tokens, errors = sample(logits, batch, compiled=self._backend.compiled)
+        if not len(scored):
+            return tokens, errors, NO_SCORES
+        # A draw that failed has no token; its request ends, whatever is said of another one.
+        return tokens, errors, score_rows(scored, np.maximum(tokens[batch.scored], 0), batch.num_top)
 
     def _forward(self, plan: StepPlan, meta: AttentionMetadata) -> Tensor:
         """[T, hidden_size]"""
