@@ -47,18 +47,20 @@ def logits_of(model: CausalLM, token_ids: list[int], formats: tuple[str, str]) -
         part = Slice(lane, token_ids[begin : begin + CHUNK])
         plan = make_plan([part])
         meta, slots = AttentionMetadata.from_plan(plan), torch.from_numpy(plan.write_slots)
+        positions = torch.from_numpy(meta.positions)
+        rotations = model.rotations(positions)
 
         def attend(
             layer: int,
             qkv: Tensor,
-            rotation: Rotation | None,
+            rotations: tuple[Rotation, ...] = rotations,
             meta: AttentionMetadata = meta,
             slots: Tensor = slots,
         ) -> Tensor:
-            heads = backend.write(qkv, rotation, store.layers[layer], slots)
-            return backend.attend(spec.layers[layer], *heads, store.layers[layer], meta).flatten(1)
+            facts, cache = spec.layers[layer], store.layers[layer]
+            heads = backend.write(qkv, facts.pick(rotations), cache, slots)
+            return backend.attend(facts, *heads, cache, meta).flatten(1)
 
-        positions = torch.from_numpy(meta.positions)
         logits.append(model.logits(model.hidden_states(torch.tensor(part.token_ids), positions, attend)))
         part.commit()
     return torch.cat(logits)

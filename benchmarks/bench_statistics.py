@@ -90,7 +90,7 @@ class Bench:
         self.k, self.v = torch.randn(2, num_sequences, NUM_KV_HEADS, HEAD_DIM)
         queries = torch.randn(NUM_LAYERS, 128, NUM_HEADS, HEAD_DIM)
         angles = torch.arange(512.0)[:, None] * 0.8 ** torch.arange(HEAD_DIM // 2)
-        self.future = FutureQueries(queries.__getitem__, Rotation(angles.cos(), angles.sin()), num_live + 1)
+        self.future = FutureQueries(queries.__getitem__, [Rotation(angles.cos(), angles.sin())], num_live + 1)
 
     def attend(self) -> None:
         for layer, spec in zip(self.store.layers, self.specs, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -78,7 +78,10 @@ class Text:
 
         # Keys have much in common, as those of real models, so that some of them are similar.
         keys = noise(num_tokens, num_kv_heads) + 0.8 * noise(1, num_kv_heads)
-        specs = [AttentionSpec(scale=head_dim**-0.5, window=None if i else window) for i in range(num_layers)]
+        specs = [
+            AttentionSpec(scale=head_dim**-0.5, window=None if i else window, rotation=(0, 1, None)[i % 3])
+            for i in range(num_layers)
+        ]
         return cls(keys, noise(num_tokens, num_kv_heads), noise(12, num_heads) + 0.5, sorted(dead), specs)
 
     def __len__(self) -> int:
@@ -91,8 +94,10 @@ class Text:
     def future(self) -> FutureQueries:
         """Of queries that come next."""
         width = self.keys.shape[3] // 2 // 2 * 2  # not all elements turn
-        angles = torch.arange(len(self), len(self) + 20)[:, None] * 0.7 ** torch.arange(width // 2)
-        return FutureQueries(lambda layer: self.queries[layer], Rotation(angles.cos(), angles.sin()), len(self))
+        positions = torch.arange(len(self), len(self) + 20)[:, None]
+        angles = [positions * base ** torch.arange(width // 2) for base in (0.7, 0.4)]
+        turns = [Rotation(angle.cos(), angle.sin()) for angle in angles]
+        return FutureQueries(lambda layer: self.queries[layer], turns, len(self))
 
 
 def read(
@@ -179,11 +184,8 @@ def plain_deviation(x: Floats, lag: int, sinks: int) -> Floats:
     return result
 
 
-def plain_future(text: Text) -> Floats:
-    """By the mean matrix of the turns to come, written out."""
-    turn = text.future().turn
-    assert turn is not None
-    head_dim, half = text.keys.shape[3], turn.cos.shape[1]
+def plain_mean_turn(turn: Rotation, head_dim: int) -> Floats:
+    half = turn.cos.shape[1]
     mean_turn = np.zeros((head_dim, head_dim))
     for cos, sin in zip(turn.cos.double().numpy(), turn.sin.double().numpy(), strict=True):
         matrix = np.eye(head_dim)
@@ -191,10 +193,18 @@ def plain_future(text: Text) -> Floats:
             matrix[i, i] = matrix[i + half, i + half] = cos[i]
             matrix[i, i + half], matrix[i + half, i] = -sin[i], sin[i]
         mean_turn += matrix / len(turn.cos)
+    return mean_turn
+
+
+def plain_future(text: Text) -> Floats:
+    """By the mean matrix of the turns to come, written out."""
+    turns = text.future().turns
     keys, values = (x[:, text.live].double().numpy() for x in (text.keys, text.values))
     num_heads, group = text.queries.shape[2], text.queries.shape[2] // keys.shape[2]
     result = np.zeros(keys.shape[1])
     for layer, spec in enumerate(text.specs):
+        turn, head_dim = spec.pick(turns), text.keys.shape[3]
+        mean_turn = np.eye(head_dim) if turn is None else plain_mean_turn(turn, head_dim)
         is_seen = np.array(text.live) > (-1 if spec.window is None else len(text) - spec.window)
         for head in range(num_heads):
             queries = text.queries[layer, :, head].double().numpy()
@@ -246,7 +256,7 @@ class TestValues:
     def test_equal_plain_loops(
         self, dead: Sequence[int], heads: tuple[int, int, int], statistic: CacheStatistic
     ) -> None:
-        text = Text.random(90, dead, heads=heads)
+        text = Text.random(90, dead, heads=heads, num_layers=3)
         (found,) = read([text], statistic, num_new=3, scatter=True)
         np.testing.assert_allclose(found, plain(text, statistic), rtol=1e-5, atol=1e-6)
 
@@ -283,11 +293,11 @@ class TestValues:
         query = text.queries[:, :1].expand(-1, 5, -1, -1)
         view = cache_statistics.LayerView(
             0,
-            text.specs[0],
+            replace(text.specs[0], rotation=None),
             torch.arange(40),
             lambda: text.keys[0].transpose(0, 1).contiguous(),
             lambda: torch.ones(2, 40, 4) / 2,  # of length one
-            FutureQueries(lambda layer: query[layer], None, 40),
+            FutureQueries(lambda layer: query[layer], [], 40),
         )
         found = cache_statistics.read(view, STATISTICS[5])
         scores = torch.einsum("hd,nhd->hn", query[0, 0] * text.specs[0].scale, text.keys[0].repeat_interleave(2, dim=1))

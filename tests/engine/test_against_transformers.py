@@ -103,11 +103,11 @@ def _masked_logits(model, text: torch.Tensor, died_at: dict[int, int]) -> torch.
     position = torch.arange(len(text))
     death = torch.tensor([died_at.get(p, len(text) + 1) for p in range(len(text))])
     visible = (position[:, None] >= position) & (position[:, None] < death)
-    spec = model.spec
+    spec, rotations = model.spec, model.rotations(position)
 
-    def attend(layer, qkv, rotation):
-        q, k, v = split_heads(spec, qkv, rotation)
+    def attend(layer, qkv):
         facts, group = spec.layers[layer], spec.num_heads // spec.num_kv_heads
+        q, k, v = split_heads(spec, qkv, facts.pick(rotations))
         seen = visible if facts.window is None else visible & (position[:, None] - position < facts.window)
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * facts.scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)

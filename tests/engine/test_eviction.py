@@ -50,7 +50,7 @@ def check_against_dense(folder: Path, demands: list[Demand], run: Recording) -> 
         for choice in output.outputs:
             text = torch.tensor(demand.prompt + choice.token_ids[:-1])
             with torch.inference_mode():
-                attend = dense_causal(model.spec, choice.died_at)
+                attend = dense_causal(model, len(text), choice.died_at)
                 hidden = model.hidden_states(text, torch.arange(len(text)), attend)
                 expected = model.logits(hidden[len(demand.prompt) - 1 :]).numpy()
             found = [

@@ -105,7 +105,7 @@ def test_with_eviction_they_are_those_of_dense_attention_under_its_mask(
         text = torch.tensor(prompt)
         with torch.inference_mode():
             deaths = {position: died for position, died in output.outputs[0].died_at.items() if position < len(prompt)}
-            attend = dense_causal(model.spec, deaths)
+            attend = dense_causal(model, len(text), deaths)
             hidden = model.hidden_states(text, torch.arange(len(text)), attend)
             right = model.logits(hidden[:-1]).double().log_softmax(dim=1).gather(1, text[1:, None])[:, 0]
         np.testing.assert_allclose(scores(output), right, atol=2e-4)

@@ -95,7 +95,7 @@ def test_what_is_asked_is_asked_of_what_is_left(folder: Path) -> None:
     model = load_model(folder, "float32", BATCH_INVARIANT)
     for outcome, died_at in zip(found.outcomes, ({}, deaths), strict=True):
         with torch.inference_mode():
-            hidden = model.hidden_states(text, torch.arange(len(text)), dense_causal(model.spec, died_at))
+            hidden = model.hidden_states(text, torch.arange(len(text)), dense_causal(model, len(text), died_at))
             logprobs = model.logits(hidden).double().log_softmax(dim=1)[begin - 1 : -1]
         expected = logprobs.gather(1, text[begin:, None]).mean()
         assert outcome.grade.scores["logprob"] == pytest.approx(float(expected), abs=1e-4)

@@ -19,13 +19,14 @@ def split_heads(spec: ModelSpec, qkv: Tensor, rotation: Rotation | None) -> tupl
     return (q, k, v) if rotation is None else (rotation(q), rotation(k), v)
 
 
-def dense_causal(spec: ModelSpec, died_at: Mapping[int, int] | None = None) -> Attend:
+def dense_causal(model: CausalLM, num_tokens: int, died_at: Mapping[int, int] | None = None) -> Attend:
     """Attend for tokens at positions 0, 1, ... of one sequence. A key that died at a length of the text is hidden from
     the queries at that position and after it."""
+    spec, rotations = model.spec, model.rotations(torch.arange(num_tokens))
 
-    def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
-        q, k, v = split_heads(spec, qkv, rotation)
+    def attend(layer: int, qkv: Tensor) -> Tensor:
         facts = spec.layers[layer]
+        q, k, v = split_heads(spec, qkv, facts.pick(rotations))
         group = spec.num_heads // spec.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * facts.scale
         distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
@@ -41,5 +42,5 @@ def dense_causal(spec: ModelSpec, died_at: Mapping[int, int] | None = None) -> A
 def prompt_logits(model: CausalLM, token_ids: Tensor) -> Tensor:
     """Logits [T, vocab_size] of a whole prompt in one go."""
     with torch.inference_mode():
-        hidden = model.hidden_states(token_ids, torch.arange(len(token_ids)), dense_causal(model.spec))
+        hidden = model.hidden_states(token_ids, torch.arange(len(token_ids)), dense_causal(model, len(token_ids)))
         return model.logits(hidden)

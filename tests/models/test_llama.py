@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.dense import prompt_logits, split_heads
 from tests.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, VOCAB_SIZE, save_llama, save_mistral
-from vtoken.attention.rotation import Rotation
 from vtoken.models.loader import load_model
 
 VARIANTS: dict[str, Callable[[Path], Path]] = {
@@ -86,11 +85,13 @@ def test_a_token_does_not_feel_the_batch(batch: list[int], tmp_path: Path) -> No
     model = load_model(save_llama(tmp_path / "model", hidden_size=60, head_dim=14, intermediate_size=53))
     token, position = 42, 17
 
-    def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
-        q, k, v = split_heads(model.spec, qkv, rotation)
-        return (q + (k * v).repeat_interleave(2, dim=1)).flatten(1)  # whatever needs the row alone
-
     def run(token_ids: list[int], positions: list[int]) -> Tensor:
+        rotations = model.rotations(torch.tensor(positions))
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            q, k, v = split_heads(model.spec, qkv, model.spec.layers[layer].pick(rotations))
+            return (q + (k * v).repeat_interleave(2, dim=1)).flatten(1)  # whatever needs the row alone
+
         with torch.inference_mode():
             return model.logits(model.hidden_states(torch.tensor(token_ids), torch.tensor(positions), attend))
 

@@ -13,7 +13,6 @@ from tests.plans import Lane, Slice, make_plan
 from tests.tiny_models import save_llama, save_mistral
 from vtoken.attention.metadata import AttentionMetadata
 from vtoken.attention.reference import ReferenceAttention
-from vtoken.attention.rotation import Rotation
 from vtoken.models.base import CausalLM
 from vtoken.models.loader import load_model
 from vtoken.planner.kv_memory import KVShape
@@ -47,13 +46,15 @@ class Session:
         part = Slice(self.lane, token_ids)
         plan = make_plan([part])
         meta, slots = AttentionMetadata.from_plan(plan), torch.from_numpy(plan.write_slots)
+        positions = torch.from_numpy(meta.positions)
+        rotations = self.model.rotations(positions)
 
-        def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
-            cache = self.store.layers[layer]
-            heads = self.backend.write(qkv, rotation, cache, slots)
-            return self.backend.attend(self.model.spec.layers[layer], *heads, cache, meta).flatten(1)
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            spec, cache = self.model.spec.layers[layer], self.store.layers[layer]
+            heads = self.backend.write(qkv, spec.pick(rotations), cache, slots)
+            return self.backend.attend(spec, *heads, cache, meta).flatten(1)
 
-        hidden = self.model.hidden_states(torch.tensor(token_ids), torch.from_numpy(meta.positions), attend)
+        hidden = self.model.hidden_states(torch.tensor(token_ids), positions, attend)
         part.commit()
         return self.model.logits(hidden)
 

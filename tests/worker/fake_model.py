@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vtoken.attention.rotation import Rotation
 from vtoken.attention.spec import AttentionSpec
 from vtoken.models.base import Attend, CausalLM, WeightTarget
 from vtoken.models.spec import ModelSpec
@@ -33,7 +32,7 @@ class FakeModel(CausalLM):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position_embeddings=4096,
-            layers=(AttentionSpec(scale=0.5),) * num_layers,
+            layers=(AttentionSpec(scale=0.5, rotation=None),) * num_layers,
             eos_token_ids=frozenset(),
             bos_token_id=None,
         )
@@ -47,12 +46,12 @@ class FakeModel(CausalLM):
         # Positions turn the features, so that the order of the tokens counts.
         return self.embedding[token_ids] * torch.cos(positions[:, None] * torch.linspace(0, 1, self.spec.hidden_size))
 
-    def decode(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def decode(self, x: Tensor, attend: Attend) -> Tensor:
         spec, hidden = self.spec, x
         for layer in range(spec.num_layers):
             q = hidden.view(-1, spec.num_heads, spec.head_dim)
             kv = q[:, :: spec.num_heads // spec.num_kv_heads]
-            hidden = hidden + attend(layer, torch.cat([q, kv, kv + 1], dim=1).flatten(1), None)
+            hidden = hidden + attend(layer, torch.cat([q, kv, kv + 1], dim=1).flatten(1))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

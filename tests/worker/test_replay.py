@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,9 +144,9 @@ def test_a_model_that_computes_outside_of_the_kernels_is_found_out(
     prepare_linears(model, backend="vtoken_f32")
     decode = type(model).decode
 
-    def scaled(self: CausalLM, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def scaled(self: CausalLM, x: Tensor, attend: Attend) -> Tensor:
         # A product of torch, on no tape, that all keys and values depend on: a wrong replay must leave none of its own.
-        return decode(self, x * torch.linspace(1, 2, x.shape[1]), rotation, attend)
+        return decode(self, x * torch.linspace(1, 2, x.shape[1]), attend)
 
     monkeypatch.setattr(type(model), "decode", scaled)
     with caplog.at_level(logging.WARNING, "vtoken"):
@@ -155,6 +156,29 @@ def test_a_model_that_computes_outside_of_the_kernels_is_found_out(
     ]
     monkeypatch.setattr(replay, "MOST_TOKENS", 0)
     assert found == [token for token, _, _ in Steps(folder, model).run(8, statistics_from=99)]
+
+
+def test_each_layer_turns_by_its_own_rotation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rotations, one layer each; then one layer of which no rotation is asked."""
+
+    def both(self: CausalLM, positions: Tensor, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
+        return (*rotations(self, positions), *rotations(self, 5 * positions))
+
+    model = load_model(folder, kernels=COMPILED)
+    prepare_linears(model, backend="vtoken_f32")
+    rotations = type(model).rotations
+    monkeypatch.setattr(type(model), "rotations", both)
+
+    def answer(*which: int | None) -> list[int]:
+        layers = [replace(spec, rotation=each) for spec, each in zip(model.spec.layers, which, strict=True)]
+        model.spec = replace(model.spec, layers=tuple(layers))
+        return [token for token, _, _ in Steps(folder, model).run(30, statistics_from=99)]
+
+    choices = [(0, 1), (1, 0), (0, None), (1, 1)]
+    replayed = [answer(*which) for which in choices]
+    assert len({tuple(tokens) for tokens in replayed}) == len(choices)
+    monkeypatch.setattr(replay, "MOST_TOKENS", 0)
+    assert replayed == [answer(*which) for which in choices]
 
 
 @pytest.mark.parametrize("backend", ["torch", "onednn"])

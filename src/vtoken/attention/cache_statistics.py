@@ -7,7 +7,7 @@ softmaxes, are float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -37,24 +37,24 @@ class FutureQueries:
     """The queries of a sequence's last tokens, and how the positions to come would turn them."""
 
     last: Callable[[int], Tensor]  # layer -> [w, num_heads, head_dim] float32, not turned
-    turn: Rotation | None  # of the next positions [horizon]
+    turns: Sequence[Rotation]  # the model's, of the next positions [horizon]
     next_position: int
 
     @cached_property
-    def mean_turn(self) -> Rotation | None:
-        """[1, rotary_dim / 2] float64: the mean of the turns."""
-        if self.turn is None:
-            return None
-        return Rotation(*(part.double().mean(dim=0, keepdim=True) for part in (self.turn.cos, self.turn.sin)))
+    def mean_turns(self) -> tuple[Rotation, ...]:
+        """[1, rotary_dim / 2] float64 each: the mean over the positions."""
+        return tuple(
+            Rotation(*(part.double().mean(dim=0, keepdim=True) for part in (turn.cos, turn.sin))) for turn in self.turns
+        )
 
-    def distribution(self, layer: int) -> tuple[Tensor, Tensor]:
+    def distribution(self, layer: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """Mean [num_heads, head_dim] and covariance [num_heads, head_dim, head_dim] of the queries, float64, turned by
         the mean of the turns."""
         queries = self.last(layer).double()
         mean = queries.mean(dim=0)
         centred = (queries - mean).transpose(0, 1).contiguous()  # [num_heads, w, head_dim]
         covariance = torch.bmm(centred.transpose(1, 2), centred) / len(queries)
-        turn = self.mean_turn
+        turn = spec.pick(self.mean_turns)
         if turn is None:
             return mean, covariance
         turned = _turned(_turned(covariance, turn).transpose(1, 2), turn).transpose(1, 2)
@@ -189,7 +189,7 @@ def future_attention(view: LayerView, statistic: FutureAttention) -> Tensor:
         is_seen = view.positions > view.future.next_position - view.spec.window
         if not is_seen.any():
             return torch.zeros(num_tokens, dtype=torch.float64)
-    mean, covariance = (part.float() for part in view.future.distribution(view.layer))
+    mean, covariance = (part.float() for part in view.future.distribution(view.layer, view.spec))
     group = len(mean) // num_kv_heads
     # Of a query that is normally distributed, e^(scale q.k) has this logarithm of its mean.
     scores = scale * torch.bmm(mean.view(num_kv_heads, group, head_dim), keys.transpose(1, 2))  # [.., group, N]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -17,3 +21,9 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    rotation: int | None = 0
+    """Which of the model's rotations turns queries and keys; None where none does."""
+
+    def pick(self, rotations: Sequence[T]) -> T | None:
+        """This layer's one of the model's rotations."""
+        return None if self.rotation is None else rotations[self.rotation]

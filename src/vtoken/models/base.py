@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from vtoken.attention.rotation import Rotation
 from vtoken.models.spec import ModelSpec
 
-# (layer index, qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], rotation) -> [T, num_heads * head_dim].
-# Queries, keys and values of every token side by side, still to be turned by the rotation (None: the model has none);
-# the tensor may be overwritten. The model never sees the cache.
-Attend = Callable[[int, Tensor, Rotation | None], Tensor]
+# (layer index, qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]) -> [T, num_heads * head_dim].
+# Queries, keys and values of every token side by side, still to be turned by the rotation that the layer's
+# `AttentionSpec` names; the tensor may be overwritten. The model never sees the cache.
+Attend = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +48,16 @@ class CausalLM(nn.Module, ABC):
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """What enters the first layer: token_ids [T] and positions [T] (int) -> [T, hidden_size], a fresh tensor."""
 
-    def rotation(self, positions: Tensor) -> Rotation | None:
-        """The turn of each of the positions [T]; None for a model without rotary embedding."""
-        return None
+    def rotations(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
+        """The ways in which tokens at positions [T] turn, by the numbers in `AttentionSpec.rotation`.
+
+        `lengths` [T] says what each token's sequence may come to, for models whose rotations depend on it; the others
+        take no notice.
+        """
+        return ()
 
     @abstractmethod
-    def decode(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def decode(self, x: Tensor, attend: Attend) -> Tensor:
         """Run the layers and the last norm: x [T, hidden_size], which may be overwritten -> [T, hidden_size].
 
         What happens here depends on the tokens through these arguments alone, so that it can be recorded and replayed.
@@ -61,7 +65,7 @@ class CausalLM(nn.Module, ABC):
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The whole decoder: token_ids [T] and positions [T] (int) -> [T, hidden_size]."""
-        return self.decode(self.embed(token_ids, positions), self.rotation(positions), attend)
+        return self.decode(self.embed(token_ids, positions), attend)
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

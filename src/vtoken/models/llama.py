@@ -28,8 +28,8 @@ class LlamaAttention(nn.Module):
         )
         self.o_proj = Linear(self.q_size, spec.hidden_size, bias=bias, dtype=dtype, kernels=kernels)
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
-        out: Tensor = self.o_proj(attend(self.layer, self.qkv_proj(x), rotation))
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
+        out: Tensor = self.o_proj(attend(self.layer, self.qkv_proj(x)))
         return out
 
     __call__ = forward
@@ -64,9 +64,9 @@ class LlamaLayer(nn.Module):
             kernels=kernels,
         )
 
-    def forward(self, residual: Tensor, x: Tensor | None, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, residual: Tensor, x: Tensor | None, attend: Attend) -> Tensor:
         """Add x, what the layer before returned, to the residual; return what is to be added next. [T, hidden] each."""
-        x = self.self_attn(self.input_layernorm(residual, x), rotation, attend)
+        x = self.self_attn(self.input_layernorm(residual, x), attend)
         out: Tensor = self.mlp(self.post_attention_layernorm(residual, x))
         return out
 
@@ -109,15 +109,13 @@ class Llama(CausalLM):
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         return self.embed_tokens(token_ids)
 
-    def rotation(self, positions: Tensor) -> Rotation:
-        turn: Rotation = self.rotary(positions)
-        return turn
+    def rotations(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
+        return (self.rotary(positions),)
 
-    def decode(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        assert rotation is not None
+    def decode(self, x: Tensor, attend: Attend) -> Tensor:
         residual, added = x, None
         for layer in self.layers:
-            added = layer(residual, added, rotation, attend)
+            added = layer(residual, added, attend)
         out: Tensor = self.norm(residual, added)
         return out
 

@@ -30,20 +30,19 @@ class _Recorded:
     """The calls of one number of tokens, and the tensors that they begin and end with."""
 
     x: Tensor  # [T, hidden_size]
-    rotation: Rotation | None
+    rotations: tuple[Rotation, ...]
     slots: Tensor  # [T]
     tape: Tape = field(default_factory=Tape)
     hidden: Tensor | None = None  # [T, hidden_size]; None until recorded
     is_proven: bool = False
 
-    def run(self, x: Tensor, rotation: Rotation | None, slots: Tensor, plan: AttendArgs) -> Tensor:
+    def run(self, x: Tensor, rotations: tuple[Rotation, ...], slots: Tensor, plan: AttendArgs) -> Tensor:
         assert self.hidden is not None
         self.x.copy_(x)
         self.slots.copy_(slots)
-        if self.rotation is not None:
-            assert rotation is not None
-            self.rotation.cos.copy_(rotation.cos)
-            self.rotation.sin.copy_(rotation.sin)
+        for kept, rotation in zip(self.rotations, rotations, strict=True):
+            kept.cos.copy_(rotation.cos)
+            kept.sin.copy_(rotation.sin)
         for args in self.tape.args:
             if isinstance(args, AttendArgs):
                 args.take_plan(plan)
@@ -71,26 +70,26 @@ class Replays:
         )
 
     def decode(
-        self, x: Tensor, rotation: Rotation | None, slots: Tensor, meta: AttentionMetadata, attend: Attend
+        self, x: Tensor, rotations: tuple[Rotation, ...], slots: Tensor, meta: AttentionMetadata, attend: Attend
     ) -> Tensor:
-        """What `model.decode(x, rotation, attend)` gives, by a replay where there is one.
+        """What `model.decode(x, attend)` gives, by a replay where there is one.
 
-        `slots` are those that `attend` writes to. The next call overwrites the result.
+        `rotations` and `slots` are what `attend` turns by and writes to. The next call overwrites the result.
         """
         num_tokens = x.shape[0]
         if not self._is_on or num_tokens > MOST_TOKENS:
-            return self._model.decode(x, rotation, attend)
+            return self._model.decode(x, attend)
         key = num_tokens, torch.get_num_threads()
         found = self._recorded.get(key)
         if found is None:
-            return self._record(key, _Recorded(x, rotation, slots), attend)
+            return self._record(key, _Recorded(x, rotations, slots), attend)
         if found.is_proven:
-            return self._replay(found, x, rotation, slots, meta)
+            return self._replay(found, x, rotations, slots, meta)
         if meta.tallies:  # running twice would count twice
-            return self._model.decode(x, rotation, attend)
+            return self._model.decode(x, attend)
         # The plain run comes last: whatever the replay has written to the slots, what stays is right.
-        replayed = self._replay(found, x, rotation, slots, meta).clone()
-        expected = self._model.decode(x, rotation, attend)
+        replayed = self._replay(found, x, rotations, slots, meta).clone()
+        expected = self._model.decode(x, attend)
         found.is_proven = torch.equal(replayed, expected)
         if not found.is_proven:
             logger.warning("steps cannot be replayed: the model computes something outside of the compiled kernels")
@@ -100,13 +99,13 @@ class Replays:
 
     def _record(self, key: tuple[int, int], new: _Recorded, attend: Attend) -> Tensor:
         with new.tape.recording():
-            new.hidden = self._model.decode(new.x, new.rotation, attend)
+            new.hidden = self._model.decode(new.x, attend)
         self._recorded[key] = new
         return new.hidden
 
     def _replay(
-        self, found: _Recorded, x: Tensor, rotation: Rotation | None, slots: Tensor, meta: AttentionMetadata
+        self, found: _Recorded, x: Tensor, rotations: tuple[Rotation, ...], slots: Tensor, meta: AttentionMetadata
     ) -> Tensor:
-        hidden = found.run(x, rotation, slots, self._backend.plan_args(meta))
+        hidden = found.run(x, rotations, slots, self._backend.plan_args(meta))
         self._backend.slots_read += found.slots_read
         return hidden

@@ -77,24 +77,24 @@ class ModelRunner:
         slots = torch.from_numpy(plan.write_slots.astype(np.int64))
         queries = self._queries.begin(plan)
 
-        def attend(layer: int, qkv: Tensor, rotation: Rotation | None) -> Tensor:
+        def attend(layer: int, qkv: Tensor) -> Tensor:
             if queries is not None:
                 queries.take(layer, qkv)
             # Written for all slices before any attends: one may have matched blocks that another fills in this plan.
-            cache = self._store.layers[layer]
-            q, k, v = self._backend.write(qkv, rotation, cache, slots)
-            out = self._backend.attend(specs[layer], q, k, v, cache, meta).flatten(1)
+            spec, cache = specs[layer], self._store.layers[layer]
+            q, k, v = self._backend.write(qkv, spec.pick(rotations), cache, slots)
+            out = self._backend.attend(spec, q, k, v, cache, meta).flatten(1)
             return out if out.dtype == qkv.dtype else out.to(qkv.dtype)
 
         token_ids, positions = torch.from_numpy(plan.token_ids.astype(np.int64)), torch.from_numpy(meta.positions)
-        x, rotation = self._model.embed(token_ids, positions), self._model.rotation(positions)
+        x, rotations = self._model.embed(token_ids, positions), self._model.rotations(positions)
         if queries is not None:  # no tape can take them
-            hidden = self._model.decode(x, rotation, attend)
+            hidden = self._model.decode(x, attend)
             queries.commit()
             return hidden
         if self._replays is not None:
-            return self._replays.decode(x, rotation, slots, meta, attend)
-        return self._model.decode(x, rotation, attend)
+            return self._replays.decode(x, rotations, slots, meta, attend)
+        return self._model.decode(x, attend)
 
     def _statistics(self, plan: StepPlan, meta: AttentionMetadata) -> dict[str, NDArray[np.float64]]:
         """What was gathered while queries attended, and what the cache says now."""
@@ -114,11 +114,11 @@ class ModelRunner:
             for order in plan.statistics
         }
 
-    def _turns_from(self, position: int, horizon: int) -> Rotation | None:
+    def _turns_from(self, position: int, horizon: int) -> tuple[Rotation, ...]:
         """How the next positions turn queries, as far as the model has positions."""
         limit = self._model.spec.max_position_embeddings
         begin = min(position, limit - 1)
-        return self._model.rotation(torch.arange(begin, min(begin + horizon, limit)))
+        return self._model.rotations(torch.arange(begin, min(begin + horizon, limit)))
 
     def _logits(self, plan: StepPlan, hidden: Tensor) -> Tensor:
         """[N, vocab_size] one row a draw, computed once a slice."""
