@@ -168,8 +168,8 @@ class SamplingParams(Settings):
     )
 
     logprobs: _NumLogprobs | None = setting(
-        "Return the log-probability of each token of an answer, and of so many likeliest ones beside it, as they were before "
-        "penalties, biases and temperature.",
+        "Return the log-probability of each token of an answer, and of so many likeliest ones beside it: those of "
+        "the model itself, before penalties, biases and temperature.",
         expected=_LOGPROBS_EXPECTED,
         default=None,
     )
