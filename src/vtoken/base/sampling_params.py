@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
@@ -45,6 +45,21 @@ _NumLogprobs = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 _LOGPROBS_EXPECTED = "a whole number from 0 (the tokens themselves) to the engine's max_logprobs, or None (off)"
 _TokenIds = Annotated[tuple[_TokenId, ...], Strict(False), BeforeValidator(lambda ids: () if ids is None else ids)]
 
+_SWITCH = "True or False"
+# What changes the draw or the text of an answer has no meaning in a search, or none that is settled.
+_NOT_WITH_BEAMS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "stop",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "logprobs",
+)
+
 
 class SamplingParams(Settings):
     """How to draw the tokens of one request, in this order: tokens that may not come and `logit_bias`, penalties,
@@ -71,6 +86,24 @@ class SamplingParams(Settings):
         "Choices to draw, of which the n with the highest mean log-probability are returned, best first.",
         expected=f"a whole number from n to {MAX_N}, or None (n)",
         default=None,
+    )
+    use_beam_search: bool = setting(
+        "Search for the likeliest answers instead of drawing: best_of (or n) beams, of which the n best are returned.",
+        expected=_SWITCH,
+        default=False,
+    )
+    length_penalty: float = setting(
+        "Beam search divides the log-probability of an answer by its length to this power; below 0 short ones win.",
+        expected="a number from -100 to 100",
+        default=1.0,
+        ge=-100,
+        le=100,
+    )
+    early_stopping: bool | Literal["never"] = setting(
+        "Beam search ends when there are as many finished answers as beams (True), when those that run are not likely "
+        'to become better (False), or when they cannot ("never").',
+        expected="True, False or 'never'",
+        default=False,
     )
     temperature: float = setting(
         "Divides the logits; 0 (in fact anything below 1e-5) always takes the likeliest token.",
@@ -112,7 +145,7 @@ class SamplingParams(Settings):
     )
     ignore_eos: bool = setting(
         "Go on past the model's end-of-sequence tokens; stop_token_ids still stop.",
-        expected="True or False",
+        expected=_SWITCH,
         default=False,
     )
     stop_token_ids: _TokenIds = setting(
@@ -127,7 +160,7 @@ class SamplingParams(Settings):
         default=(),
     )
     include_stop_str_in_output: bool = setting(
-        "Leave a text of `stop` that ended a choice in its text.", expected="True or False", default=False
+        "Leave a text of `stop` that ended a choice in its text.", expected=_SWITCH, default=False
     )
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = setting(
         "The fewest new tokens: before that nothing ends a choice, since what would end it is not drawn.",
@@ -222,13 +255,31 @@ class SamplingParams(Settings):
         """Likeliest tokens to be named beside each token that is drawn; -1 = what is drawn needs no scores."""
         if self.logprobs is not None:
             return self.logprobs
-        return 0 if self.num_choices > self.n else -1  # the best are told by their scores
+        is_ranked = self.num_choices > self.n and not self.use_beam_search
+        return 0 if is_ranked else -1
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.num_choices < self.n:
             raise ValueError(f"best_of: {self.best_of} choices cannot give the n={self.n} best of them")
+        if not self.use_beam_search:
+            changed = self._changed(("length_penalty", "early_stopping"))
+            if changed:
+                raise ValueError(f"{changed[0]}: has no effect without use_beam_search=True")
+            return self
+        if self.num_choices < 2:
+            raise ValueError("use_beam_search: one beam is greedy search: set temperature=0, or best_of to more beams")
+        changed = self._changed(_NOT_WITH_BEAMS)
+        if self.temperature not in (0.0, 1.0):
+            changed.append("temperature")
+        if changed:
+            raise ValueError(
+                f"use_beam_search: cannot be combined with {', '.join(changed)}: a search goes by the model alone"
+            )
         return self
+
+    def _changed(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise RequestError for tokens that do not exist in a vocabulary of `vocab_size` tokens."""

@@ -18,12 +18,13 @@ from vtoken.base.hashing import mix64
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.validation import shorten
 from vtoken.engine.interrupts import HeldInterrupt
-from vtoken.engine.logprobs import best_choices, name_prompt_scores, name_scores, total_logprob
+from vtoken.engine.logprobs import best_choices, name_prompt_scores, name_scores
 from vtoken.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from vtoken.engine.stats import EngineStats
 from vtoken.engine.stops import find_stop, without_beginning_of
 from vtoken.engine.text import IncrementalDetokenizer, Tokenizer, prompt_of_nothing
 from vtoken.executor.base import Executor
+from vtoken.schedule.logit_rules import ends_of
 from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.scheduler import Scheduler
 from vtoken.schedule.sequence import FinishReason, Request, Sequence
@@ -84,8 +85,8 @@ class Engine:
         """Queue a request.
 
         `prompt` is text or token ids. `output_kind`: "cumulative" gives an output after every step that brought the
-        request a token, "final" only the last one, as do requests with `best_of`. Texts with different `cache_salt`
-        never share cached blocks.
+        request a token, "final" only the last one, as do requests with `best_of` or `use_beam_search`. Texts
+        with different `cache_salt` never share cached blocks.
 
         Raises RequestError, with the field at fault, for anything that could not run; nothing is queued then.
         """
@@ -109,11 +110,12 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = int(mix64(self._seed & (2**64 - 1), self._num_requests))
+        self._check_width(params)
         request = self.scheduler.add(request_id, token_ids, params, seed=seed, cache_salt=cache_salt)
         self._num_requests += 1
         text = prompt if isinstance(prompt, str) else None
         # Which choices are the best is known in the end.
-        kind = "final" if params.num_choices > params.n else output_kind
+        kind = "final" if params.num_choices > params.n or params.use_beam_search else output_kind
         self._tracked[request] = _Tracked(request, text, kind, self.tokenizer)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -210,6 +212,16 @@ class Engine:
             wanted, most = getattr(params, field), self.facts.max_logprobs
             if wanted is not None and wanted > most:
                 raise RequestError(f"{field}: {wanted} is more than this engine's max_logprobs={most}", field)
+
+    def _check_width(self, params: SamplingParams) -> None:
+        """Beams that differ need so many tokens to begin with."""
+        num_ends = len(ends_of(params, self.scheduler.config.eos_token_ids))
+        most = (self.facts.vocab_size - num_ends) // max(2, 1 + num_ends)
+        if params.use_beam_search and params.num_choices > most:
+            message = (
+                f"use_beam_search: {params.num_choices} beams are more than this model's vocabulary allows: {most}"
+            )
+            raise RequestError(message, "use_beam_search")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, each of them in the vocabulary, whoever made them."""
@@ -327,6 +339,7 @@ class _Tracked:
     def output(self, died_at: Callable[[Sequence], dict[int, int]]) -> RequestOutput:
         request = self.request
         shown = best_choices(request)
+        is_scored = request.params.num_logprobs >= 0 or request.beam_search is not None
         texts = [self._text(sequence) for sequence in shown]
         deaths = [died_at(sequence) for sequence in shown]
         choices = [
@@ -338,7 +351,7 @@ class _Tracked:
                 stop_reason=self._stops.get(sequence.choice, sequence.stop_reason),
                 error=request.error or self._text_error,
                 logprobs=self._scores(sequence),
-                cumulative_logprob=total_logprob(sequence) if request.params.num_logprobs >= 0 else None,
+                cumulative_logprob=sequence.total_logprob if is_scored else None,
                 died_at=died,
                 num_kept=len(sequence.token_ids) - len(died),
                 num_evicted=len(died),

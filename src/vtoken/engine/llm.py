@@ -84,6 +84,26 @@ class LLM:
                 self.engine.step()
             raise
 
+    def beam_search(
+        self,
+        prompts: Prompts,
+        beam_width: int,
+        *,
+        n: int | None = None,
+        use_tqdm: bool = True,
+        **params: Any,
+    ) -> list[RequestOutput]:
+        """Search for the likeliest answers to each prompt, with as many beams as `beam_width` says.
+
+        Returns the `n` best (None: all), best first, with their `cumulative_logprob`. `params` are fields of
+        `SamplingParams`: max_tokens, length_penalty, early_stopping, ignore_eos, stop_token_ids, min_tokens, kv_policy,
+        ... Texts and scores are those of `transformers` with `num_beams=beam_width`. See `generate` for the rest.
+        """
+        most = beam_width if n is None else n
+        return self.generate(
+            prompts, SamplingParams(use_beam_search=True, best_of=beam_width, n=most, **params), use_tqdm=use_tqdm
+        )
+
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         counters = self.engine.scheduler.counters

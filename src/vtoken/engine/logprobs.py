@@ -43,15 +43,10 @@ def name_prompt_scores(
     return [None, *name_scores(token_ids[1:], rest, text_of)]
 
 
-def total_logprob(choice: Choice) -> float:
-    """Of the answer so far, of a request that has its tokens scored."""
-    return float(sum(scores.logprobs[0] for scores in choice.scores))
-
-
 def best_choices(request: Request) -> list[Choice]:
     """The choices that are returned, in their order: where more were drawn than asked for, those with the highest mean
-    log-probability of a token."""
-    if request.params.num_choices == request.params.n:
-        return request.sequences
-    ranked = sorted(request.sequences, key=lambda choice: -total_logprob(choice) / max(1, len(choice.scores)))
-    return ranked[: request.params.n]
+    log-probability of a token. A beam search has put its own in order."""
+    choices = request.sequences
+    if request.params.num_choices > request.params.n and request.beam_search is None:
+        choices = sorted(choices, key=lambda choice: -choice.total_logprob / max(1, choice.num_output_tokens))
+    return choices[: request.params.n]

@@ -69,6 +69,7 @@ class LocalExecutor:
             statistics=output.statistics,
             scores=output.scores,
             drawn=output.drawn,
+            candidates=output.candidates,
             ended=ended,
             failed=failed,
         )

@@ -18,7 +18,7 @@ from vtoken.base.hashing import mix64, uniform
 from vtoken.executor.sim_statistics import sim_statistics
 from vtoken.memory import bits
 from vtoken.memory.copy import Copy, CopyKind
-from vtoken.schedule.plan import StepPlan, StepResult, TokenScores
+from vtoken.schedule.plan import Candidates, StepPlan, StepResult, TokenScores
 
 _A = np.uint64(0xD1342543DE82EF95)
 _K = np.uint64(0x5851F42D4C957F2D)  # odd, so it has an inverse
@@ -58,8 +58,23 @@ class SimExecutor:
         drawn = _scores(after[batch.slices[batch.scored]], tokens[batch.scored], batch.num_top)
         statistics = sim_statistics(plan, visible, own)
         return StepResult(
-            plan.step, tokens, statistics=statistics, scores=scores, drawn=drawn, ended=ended, failed=failed
+            plan.step,
+            tokens,
+            statistics=statistics,
+            scores=scores,
+            drawn=drawn,
+            candidates=self._candidates(after[batch.slices[batch.searched]], batch.num_candidates),
+            ended=ended,
+            failed=failed,
         )
+
+    def _candidates(self, contexts: NDArray[np.uint64], count: int) -> Candidates:
+        """After what could be read, `count` tokens that follow each other, the likelihood of each as much of a hash."""
+        tokens = (
+            mix64(contexts, 0xBEA)[:, None] % np.uint64(self.vocab_size) + np.arange(count, dtype=np.uint64)
+        ).astype(np.int64)
+        logprobs = -np.sort(uniform(contexts[:, None], np.arange(count)), axis=1)
+        return Candidates((tokens % self.vocab_size).astype(np.int32), logprobs)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -12,6 +12,7 @@ from vtoken.memory.block_table import EMPTY
 from vtoken.memory.copy import Copy
 from vtoken.memory.kv_cache_manager import Extension, KVCacheManager
 from vtoken.policies.statistics import CacheStatistic
+from vtoken.schedule.beams import num_candidates
 from vtoken.schedule.evictor import Evictor
 from vtoken.schedule.lane_state import LaneState
 from vtoken.schedule.logit_rules import order_rules
@@ -138,6 +139,7 @@ class PlanBuilder:
             slices, drawn = np.repeat(slices, num_unforked + 1), np.repeat(drawn, num_unforked + 1)
             choices = np.array([sequence.choice for sequence in self.draws], np.int32)
         num_logprobs = state["num_logprobs"][drawn]
+        searched = np.flatnonzero(state["is_beam"][drawn])
         return SamplingBatch(
             slices=slices.astype(np.int32),
             temperature=state["temperature"][drawn],
@@ -150,6 +152,8 @@ class PlanBuilder:
             rules=order_rules(self.draws),
             scored=np.flatnonzero(num_logprobs >= 0),
             num_top=max(0, int(num_logprobs.max(initial=-1))),
+            searched=searched,
+            num_candidates=num_candidates(self.draws[draw].request for draw in searched.tolist()),
         )
 
 

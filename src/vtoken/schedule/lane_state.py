@@ -28,6 +28,7 @@ _FIELDS = np.dtype(
         ("seed", np.uint64),
         ("choice", np.int32),
         ("num_logprobs", np.int32),  # likeliest tokens that are named beside what is drawn; -1 = no scores
+        ("is_beam", np.bool_),
         ("arrival", np.int64),
         ("num_unforked", np.int32),  # choices that are still to fork from it
         # Eviction; see `Retention`.
@@ -81,6 +82,7 @@ class LaneState:
             np.uint64(sequence.request.seed & 0xFFFFFFFFFFFFFFFF),
             sequence.choice,
             params.num_logprobs,
+            params.use_beam_search,
             sequence.request.index,
             len(sequence.request.unforked),
             *_KEEPS_ALL,
@@ -88,6 +90,12 @@ class LaneState:
         self._fields["settled"][lane] = sequence.settled
         self.sequences[lane] = sequence
         sequence.lane = lane
+
+    def fork(self, lane: int, twin: int, sequence: Sequence) -> None:
+        """Open a lane for a sequence that has become the same as the one in `lane`."""
+        self.open(twin, sequence, 0)
+        self._fields[twin] = self._fields[lane]
+        self._fields["choice"][twin] = sequence.choice
 
     def budgets(self, lanes: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         """[n] live tokens that are to stay of texts that are `lengths` [n] tokens long."""

@@ -56,9 +56,14 @@ class RequestRules:
         return counts
 
 
+def ends_of(params: SamplingParams, eos: Iterable[int]) -> set[int]:
+    """The tokens that end an answer."""
+    return {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+
+
 def rules_of(params: SamplingParams, prompt: SequenceOf[int], eos: Iterable[int]) -> RequestRules | None:
     """None for a request that takes its logits as they are."""
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)} if params.min_tokens else set()
+    ends = ends_of(params, eos) if params.min_tokens else set()
     rules = RequestRules(params, prompt, ends)
     is_plain = not (rules.has_penalties or len(rules.bias) or len(rules.ends)) and rules.allowed is None
     return None if is_plain else rules

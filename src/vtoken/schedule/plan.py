@@ -50,6 +50,8 @@ class SamplingBatch:
     rules: LogitRules | None = None
     scored: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # draws whose token is scored
     num_top: int = 0  # likeliest tokens that are named beside them: the most that one of them asks for
+    searched: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # draws that are beams
+    num_candidates: int = 0  # continuations that are named of each: the most that one of them asks for
 
     def __len__(self) -> int:
         return len(self.slices)
@@ -176,6 +178,15 @@ class TokenScores:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The likeliest tokens to go on with, best first, by the model's logits less the tokens that rules forbid."""
+
+    tokens: NDArray[np.int32]  # [n, num_candidates]
+    logprobs: NDArray[np.float64]  # [n, num_candidates] natural logarithms; -inf for what may not come
+
+
+NO_CANDIDATES = Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0)))
 NO_SCORES = TokenScores.empty(0, 0)
 
 
@@ -193,5 +204,6 @@ class StepResult:
     statistics: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     scores: TokenScores = NO_SCORES  # in the order of `StepPlan.scoring`
     drawn: TokenScores = NO_SCORES  # of the tokens drawn, in the order of `SamplingBatch.scored`
+    candidates: Candidates = NO_CANDIDATES  # in the order of `SamplingBatch.searched`; `tokens` says nothing of those
     ended: tuple[int, ...] = ()  # tickets of beside-copies that are done
     failed: tuple[int, ...] = ()  # tickets of beside-copies that never will be

@@ -68,6 +68,10 @@ class Residents:
             self._lanes = np.sort(np.array([lane for request in self.running for lane in request.lanes], np.int64))
         return self._lanes
 
+    def changed(self) -> None:
+        """Lanes of running requests are others than they were."""
+        self._lanes = None
+
     def reach(self, lanes: NDArray[np.int64]) -> dict[int, str]:
         """See `Timeline.reach`."""
         num_forks = self._memory.counters.forks

@@ -18,13 +18,15 @@ from vtoken.base.errors import ConfigError, EngineError, InvariantError, Request
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.policies.registry import resolve_policy
-from vtoken.policies.statistics import STATISTICS, Statistic
+from vtoken.policies.statistics import STATISTICS, FutureAttention, Statistic
 from vtoken.schedule.batch import PlanBuilder
+from vtoken.schedule.beam_search import BeamSearch
+from vtoken.schedule.beams import Beams, search_of
 from vtoken.schedule.capacity import Capacity
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
 from vtoken.schedule.evictor import Evictor
 from vtoken.schedule.lane_state import LaneState
-from vtoken.schedule.logit_rules import rules_of
+from vtoken.schedule.logit_rules import ends_of, rules_of
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.schedule.preemption import PreemptionCosts
 from vtoken.schedule.pressure import Relief
@@ -85,6 +87,7 @@ class Scheduler:
         self._evictor = Evictor(memory, self._state, self.counters)
         self._timeline = Timeline(config, memory, self._state, self.counters, self._evictor)
         self._relief = Relief(config, memory, self._state, self.counters, self._evictor)
+        self._beams = Beams(memory, self._state)
         self._residents = Residents(
             config, memory, self._state, self.counters, clock, costs, self._evictor, self._timeline, self._relief
         )
@@ -129,6 +132,8 @@ class Scheduler:
             self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.num_choices, retention),
         )
         request.rules = rules_of(request.params, prompt_token_ids, self.config.eos_token_ids)
+        if params.use_beam_search:
+            request.beam_search = BeamSearch(params, max_tokens, ends_of(params, self.config.eos_token_ids))
         self._num_arrived += 1
         self._requests[request_id] = request
         self._residents.add(request)
@@ -153,6 +158,12 @@ class Scheduler:
         if retention is None or self.config.kv_mode == "native":
             return None
         retention.check(num_prompt_tokens, self.memory.block_size)
+        if params.use_beam_search and any(isinstance(need, FutureAttention) for need in retention.policy.needs):
+            raise RequestError(
+                f"use_beam_search: kv_policy={retention.policy.name!r} looks back on the queries of one sequence, and "
+                "beams take over from each other; use another policy",
+                "use_beam_search",
+            )
         for statistic in retention.policy.needs:
             if type(statistic) not in self._statistics:
                 known = ", ".join(sorted(each.__name__ for each in self._statistics)) or "none"
@@ -388,6 +399,8 @@ class Scheduler:
             self._finish_request(request, FinishReason.ERROR, reason)
         enter_drawn(flight.draws, plan.sampling.scored, result.drawn)
         drawn = self._take_tokens(flight.draws, result.tokens)
+        for request in self._beams.take(flight.draws, plan.sampling.searched, result.candidates):
+            self._advance_beams(request)
         if self._suspects:  # whoever got a token in a step of its own is not what made the other one fail
             cleared = {sequence.request for sequence in flight.draws}
             self._suspects = [suspect for suspect in self._suspects if suspect not in cleared]
@@ -400,8 +413,9 @@ class Scheduler:
         return finished
 
     def _take_tokens(self, draws: list[Sequence], tokens: NDArray[np.int32]) -> list[tuple[Sequence, int]]:
-        """Append what was drawn, unless its request has failed, and end the sequences that are complete."""
-        kept = [i for i, sequence in enumerate(draws) if not sequence.request.is_finished]
+        """Append what was drawn, unless its request has failed, and end the sequences that are complete. Beams draw
+        nothing."""
+        kept = [i for i, s in enumerate(draws) if not s.request.is_finished and s.request.beam_search is None]
         if len(kept) < len(draws):
             draws, tokens = [draws[i] for i in kept], tokens[kept]
         if not draws:
@@ -425,6 +439,19 @@ class Scheduler:
                 draws[i].stop_reason = int(tokens[i])
             self._finish_sequence(draws[i], FinishReason.STOP if stops[i] else FinishReason.LENGTH)
         return drawn
+
+    def _advance_beams(self, request: Request) -> None:
+        is_over = self._beams.advance(request)
+        request.first_token_time = request.first_token_time or self._clock.now()
+        self.counters.tokens_generated += len(request.sequences)
+        self._residents.changed()
+        if is_over:
+            answers = search_of(request).finished
+            for sequence, answer in zip(request.sequences, answers, strict=True):
+                sequence.token_ids[request.num_prompt_tokens :] = answer.token_ids
+                sequence.total_logprob, sequence.stop_reason = answer.total, answer.stop_reason
+                self._finish_sequence(sequence, answer.reason)
+                sequence.died_at = answer.died_at
 
     def fail(self, error: BaseException) -> None:
         """The step in flight failed as a whole.
@@ -529,6 +556,11 @@ def _check_result(plan: StepPlan, result: StepResult) -> None:
     found = {name: len(values) for name, values in result.statistics.items()}
     if ordered != found:
         raise EngineError(f"step {plan.step} ordered statistics of so many slices: {ordered}; its result has {found}")
+    if result.candidates.tokens.shape != (len(plan.sampling.searched), plan.sampling.num_candidates):
+        raise EngineError(
+            f"step {plan.step} searches {len(plan.sampling.searched)} beams for {plan.sampling.num_candidates} "
+            f"candidates each, its result has {list(result.candidates.tokens.shape)}"
+        )
     wanted = len(plan.scoring), len(plan.sampling.scored)
     if (len(result.scores), len(result.drawn)) != wanted:
         raise EngineError(

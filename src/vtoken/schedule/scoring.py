@@ -59,3 +59,4 @@ def enter_drawn(draws: SequenceOf[Sequence], scored: NDArray[np.int64], drawn: T
         sequence = draws[draw]
         if not sequence.request.is_finished:
             sequence.scores.append(drawn.of(slice(i, i + 1), sequence.request.params.num_logprobs))
+            sequence.total_logprob += float(drawn.logprobs[i])

@@ -13,6 +13,7 @@ from vtoken.schedule.plan import TokenScores
 from vtoken.schedule.retention import Retention
 
 if TYPE_CHECKING:
+    from vtoken.schedule.beam_search import BeamSearch
     from vtoken.schedule.logit_rules import RequestRules
 
 
@@ -48,6 +49,7 @@ class Sequence:
     # Up to this length of the text it is settled which tokens die: when it is computed again, nobody is asked again.
     settled: int = 0
     scores: list[TokenScores] = field(default_factory=list)  # one a token of the answer, where its request wants them
+    total_logprob: float = 0.0  # of the answer, where its request wants scores or searches beams
 
     @property
     def number(self) -> int:
@@ -101,6 +103,7 @@ class Request:
     # Of each token of the prompt, NaN until it is known and for the first; None = nobody asked.
     prompt_scores: TokenScores | None = field(init=False)
     rules: RequestRules | None = None  # what is changed in its logits; None = nothing
+    beam_search: BeamSearch | None = None  # its sequences are beams
 
     def __post_init__(self) -> None:
         prompt = self.prompt_token_ids = list(self.prompt_token_ids)  # the caller may go on with his

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -18,22 +18,23 @@ from vtoken.attention.rotation import Rotation
 from vtoken.attention.scan import CacheScan
 from vtoken.models.base import CausalLM
 from vtoken.policies.statistics import AttentionStatistic, FutureAttention
-from vtoken.schedule.plan import NO_SCORES, SamplingBatch, StepPlan, TokenScores
+from vtoken.schedule.plan import NO_CANDIDATES, NO_SCORES, Candidates, SamplingBatch, StepPlan, TokenScores
 from vtoken.worker.kv_store import KVStore
 from vtoken.worker.logit_rules import apply_rules
 from vtoken.worker.queries import QueryMemory
 from vtoken.worker.replay import Replays
 from vtoken.worker.sampler import sample
-from vtoken.worker.scoring import score, score_rows
+from vtoken.worker.scoring import candidates, score, score_rows
 
 
 @dataclass(frozen=True, eq=False)
 class RunnerOutput:
     tokens: NDArray[np.int32]  # [N] one a draw; -1 where it failed
     errors: dict[int, str]  # draw -> reason
-    statistics: dict[str, NDArray[np.float64]]  # see `StepResult`
-    scores: TokenScores = NO_SCORES  # see `StepResult`
+    statistics: dict[str, NDArray[np.float64]] = field(default_factory=dict)  # see `StepResult`
+    scores: TokenScores = NO_SCORES
     drawn: TokenScores = NO_SCORES
+    candidates: Candidates = NO_CANDIDATES
 
 
 class ModelRunner:
@@ -53,23 +54,27 @@ class ModelRunner:
         assert not unknown, f"statistics {unknown} were planned for a backend that cannot give them"
         if not plan.num_slices:
             assert not len(plan.sampling), "a draw needs a slice"
-            return RunnerOutput(np.zeros(0, np.int32), {}, {})
+            return RunnerOutput(np.zeros(0, np.int32), {})
         meta = AttentionMetadata.from_plan(plan)
         hidden = self._forward(plan, meta)
-        tokens, errors, drawn = self._draw(plan.sampling, self._logits(plan, hidden))
+        drawn = self._draw(plan.sampling, self._logits(plan, hidden))
         scores = score(self._model.logits, hidden, plan.scoring)
-        return RunnerOutput(tokens, errors, self._statistics(plan, meta), scores, drawn)
+        return replace(drawn, statistics=self._statistics(plan, meta), scores=scores)
 
-    def _draw(self, batch: SamplingBatch, logits: Tensor) -> tuple[NDArray[np.int32], dict[int, str], TokenScores]:
-        """One token a row of `logits`, which are overwritten; which draws failed; scores of those that want them."""
-        scored = logits[torch.from_numpy(batch.scored)]  # a copy: before rules change them
+    def _draw(self, batch: SamplingBatch, logits: Tensor) -> RunnerOutput:
+        """One token a row of `logits`, which are overwritten, and what is to be said of some rows."""
+        searched = torch.from_numpy(batch.searched)
+        of_scored, of_searched = logits[torch.from_numpy(batch.scored)], logits[searched]  # copies, before rules
         if batch.rules is not None:
             apply_rules(logits, batch.rules)
         tokens, errors = sample(logits, batch, compiled=self._backend.compiled)
-        if not len(scored):
-            return tokens, errors, NO_SCORES
-        # A draw that failed has no token; its request ends, whatever is said of another one.
-        return tokens, errors, score_rows(scored, np.maximum(tokens[batch.scored], 0), batch.num_top)
+        found = RunnerOutput(tokens, errors)
+        if len(of_scored):
+            # A draw that failed has no token; its request ends, whatever is said of another one.
+            found = replace(found, drawn=score_rows(of_scored, np.maximum(tokens[batch.scored], 0), batch.num_top))
+        if len(of_searched):
+            found = replace(found, candidates=candidates(of_searched, logits[searched], batch.num_candidates))
+        return found
 
     def _forward(self, plan: StepPlan, meta: AttentionMetadata) -> Tensor:
         """[T, hidden_size]"""

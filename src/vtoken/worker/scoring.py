@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtoken.schedule.plan import ScoringBatch, TokenScores
+from vtoken.schedule.plan import Candidates, ScoringBatch, TokenScores
 
 MOST_ROWS: Final = 64  # of logits at once, whatever the length of a chunk
 _MOST_ELEMENTS: Final = 2**22  # of a large vocabulary fewer rows: 32 MiB as float64
@@ -49,6 +49,19 @@ def score_rows(logits: Tensor, tokens: NDArray[np.int32], num_top: int) -> Token
         top = values.topk(num_top, dim=1)
         found.logprobs[part], found.ranks[part] = own[:, 0].numpy(), ((values > own).sum(dim=1) + 1).numpy()
         found.top_tokens[part], found.top_logprobs[part] = top.indices.numpy(), top.values.numpy()
+    return found
+
+
+def candidates(logits: Tensor, ruled: Tensor, num_candidates: int) -> Candidates:
+    """The likeliest tokens of each row of `logits` [n, vocab] float32. Those that rules have forbidden, -inf in `ruled`
+    [n, vocab], may not come, which makes no other one likelier."""
+    found = Candidates(np.empty((len(logits), num_candidates), np.int32), np.empty((len(logits), num_candidates)))
+    rows = rows_at_once(logits)
+    for begin in range(0, len(logits), rows):
+        part = slice(begin, begin + rows)
+        values = logits[part].double().log_softmax(dim=1).masked_fill_(ruled[part] == -torch.inf, -torch.inf)
+        top = values.topk(num_candidates, dim=1)
+        found.tokens[part], found.logprobs[part] = top.indices.numpy(), top.values.numpy()
     return found
 
 
