@@ -384,11 +384,14 @@ class BooksDriver:
         num_dead = sum(bool(pool.refs[block] == count) for block, count in let_go.items())
         # What each lane could give by packing: the live tokens of its emptiest blocks.
         prices: dict[int, list[int]] = {}
+        own_blocks: dict[int, list[int]] = {}  # before, those in which something lives
         for lane, num_spare in zip(lanes, spare, strict=True):
-            own = sorted(s.filled for s in used[lane] if s.filled and pool.refs[s.block] - let_go[s.block] == 1)
+            states = [s for s in used[lane] if s.filled and pool.refs[s.block] - let_go[s.block] == 1]
+            own = sorted(s.filled for s in states)
             fewest = -(-(sum(own) + num_spare) // size)
             can_pack = compact and not any(self.lane_of_ticket(ticket) == lane for ticket in self.beside)
             prices[lane] = own[: max(0, len(own) - fewest)] if can_pack else []
+            own_blocks[lane] = [s.block for s in states]
         cheapest = sorted(price for prices_of_lane in prices.values() for price in prices_of_lane)
         cheapest = cheapest[: None if wanted is None else max(0, wanted - num_dead)]
 
@@ -408,6 +411,8 @@ class BooksDriver:
         else:
             expect(sum(len(prices[lane]) for lane in packed) >= len(cheapest), "fewer blocks than there could be")
             num_packed = sum(len(prices[lane]) for lane in packed)
+            for lane in packed if not beside else ():
+                num_packed += self._num_useless(lane, own_blocks[lane], len(prices[lane]))
         if not beside:
             expect(found.num_blocks == num_dead + num_packed, f"{found.num_blocks} blocks, not {num_dead + num_packed}")
         for lane, num_spare in zip(lanes, spare, strict=True):
@@ -415,6 +420,18 @@ class BooksDriver:
             if lane in packed and not beside:
                 self._check_packed(lane, num_spare)
         return found.num_blocks
+
+    def _num_useless(self, lane: int, own: list[int], num_given: int) -> int:
+        """Blocks that a lane packed to the front gave beyond its `num_given`: left for tokens to come, they would have
+        lain before live tokens, where none can come."""
+        manager = self.manager
+        held = manager.blocks.held(lane)
+        num_useless = len(own) - len(np.intersect1d(own, held)) - num_given
+        last = manager.blocks.ids[lane, manager.blocks.live_rows(lane)[-1] // self.block_size]
+        can_come = last in own and not manager.pool.pins[held].any()
+        expect(num_useless >= 0, f"lane {lane} kept {-num_useless} blocks too many")
+        expect(not num_useless or not can_come, f"lane {lane} was not left the cells that it needs")
+        return num_useless
 
     def _check_packed(self, lane: int, spare_cells: int) -> None:
         """A lane whose tokens have just moved together has the cells it needs next."""

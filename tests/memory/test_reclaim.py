@@ -259,6 +259,40 @@ def test_without_reuse_a_block_may_be_left_for_tokens_to_come() -> None:
     assert books.manager.plan_extend(np.array([0]), np.array([4])).num_blocks == 0
 
 
+def left_by_its_fork(own: list[int], *, moved: bool = False) -> BooksDriver:
+    """Lane 0 of five blocks without reuse, in which its fork gave up those named: lane 0 has 1, 1 and 2 live tokens in
+    them. `moved`: a copy beside, of a token within the first block, was under way when it forked."""
+    books = BooksDriver(reuse_cells=False)
+    lane = books.compute([i % 3 for i in range(20)], publish=False)
+    if moved:
+        books.evict({lane: [0]})
+        books.relocate(lane, [1], [0], beside=True)
+    twin = books.fork(lane)
+    books.evict({twin: [4 * entry + offset for entry in own for offset in range(4)]})
+    books.reclaim(twin)
+    books.evict({lane: [4 * e + offset for e, n in zip(own, (1, 1, 2), strict=True) for offset in range(4 - n)]})
+    return books
+
+
+@pytest.mark.parametrize(
+    ("own", "moved", "returned", "left"),
+    [
+        ([2, 3, 4], False, 1, [4, 4, 4, 0]),  # behind all that lives: left for the next token
+        ([1, 2, 3], False, 2, [4, 4, 4]),  # before a shared block
+        ([2, 3, 4], True, 2, [3, 4, 4]),  # while a copy holds the tail where it is
+    ],
+)
+def test_without_reuse_no_block_is_left_where_no_token_can_come(
+    own: list[int], moved: bool, returned: int, left: list[int]
+) -> None:
+    books = left_by_its_fork(own, moved=moved)
+    assert books.reclaim(0, spare_cells=1) == returned
+    assert filled(books, 0) == left
+    decision = books.manager.decisions.latest
+    assert decision is not None
+    assert decision.blocks_returned == returned
+
+
 @settings(max_examples=30)
 @given(size=block_sizes(), kept=st.lists(st.booleans(), min_size=1, max_size=60), data=st.data())
 def test_fragmentation_is_the_share_of_holes(size: int, kept: list[bool], data: st.DataObject) -> None:

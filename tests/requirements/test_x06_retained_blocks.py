@@ -19,9 +19,7 @@ def own_blocks(books: BooksDriver, lane: int) -> tuple[int, int]:
     return len(alone), sum(state.filled for state in alone)
 
 
-# The same examples each time: a rare one is not mended yet (size=4, reuses=False, lengths=[67], share_erased=0.5,
-# spare=1, seed=1: in the arm without reuse a dead block stays).
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(
     size=block_sizes(),
     reuses=st.booleans(),

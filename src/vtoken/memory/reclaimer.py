@@ -97,11 +97,16 @@ class Reclaimer:
             num_packed = self._give_back(movers, plan.returned)
             for lane, _ in copies:
                 self._end_behind_last(lane)
+            if not self._slots.reuse_cells:
+                # A block emptied for tokens to come is of use behind the last live token only: before one, in a block
+                # that others hold too, it would never be written again.
+                num_packed += self._return_dead(movers)
         self._counters.reclaim_plans += 1
         self._counters.blocks_reclaimed_dead += num_dead
         self._counters.blocks_reclaimed_packed += num_packed
 
-        num_copied, num_returned = sum(len(copy) for _, copy in copies), num_dead + plan.num_blocks
+        num_copied = sum(len(copy) for _, copy in copies)
+        num_returned = num_dead + (plan.num_blocks if beside else num_packed)
         reason = "dead_blocks" if num_dead and not copies else plan.reason
         is_refused = reason == "too_dear"
         decision = ReclaimDecision(
