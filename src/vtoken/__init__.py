@@ -19,30 +19,38 @@ from vtoken.base.errors import (
     ConfigError,
     EngineError,
     InvariantError,
+    QueueFullError,
     RequestError,
     VtokenError,
 )
 
 if TYPE_CHECKING:
     from vtoken.base.sampling_params import SamplingParams
+    from vtoken.engine.async_llm import AsyncLLM
     from vtoken.engine.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CheckpointError",
     "ConfigError",
     "EngineError",
     "InvariantError",
+    "QueueFullError",
     "RequestError",
     "SamplingParams",
     "VtokenError",
     "__version__",
 ]
 
-_LAZY = {"LLM": "vtoken.engine.llm", "SamplingParams": "vtoken.base.sampling_params"}
+_LAZY = {
+    "LLM": "vtoken.engine.llm",
+    "AsyncLLM": "vtoken.engine.async_llm",
+    "SamplingParams": "vtoken.base.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -178,7 +178,7 @@ def test_odd_arguments_are_refused_by_name(llm, arguments, field):
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"output_kind": "delta"}, "output_kind"),
+        ({"output_kind": "deltas"}, "output_kind"),
         ({"cache_salt": "\ud800"}, "cache_salt"),
         ({"cache_salt": 5}, "cache_salt"),
         ({"cache_salt": b"x"}, "cache_salt"),

@@ -4,7 +4,8 @@ VtokenError
 ├── ConfigError        the engine cannot start as asked; also a ValueError
 ├── CheckpointError    a model folder or file is missing, damaged or of an unknown kind
 ├── RequestError       one request is wrong; `.field` names the parameter; also a ValueError
-│   └── CapacityError  the request could never fit, even into an empty pool
+│   ├── CapacityError  the request could never fit, even into an empty pool
+│   └── QueueFullError too many requests wait already; later it may be taken
 ├── EngineError        the engine itself failed while it ran a request
 │   └── PolicyError    (vtoken.policies.victims) a policy failed to score tokens, or scored them with what is no score
 └── InvariantError     a book contradicts itself: a bug of ours, raised by `check()`; also an AssertionError
@@ -36,6 +37,10 @@ class RequestError(VtokenError, ValueError):
 
 class CapacityError(RequestError):
     """The request could never fit, even if it were alone."""
+
+
+class QueueFullError(RequestError):
+    """More requests wait than the engine was told to let wait. Nothing is wrong with this one: try it later."""
 
 
 class EngineError(VtokenError):

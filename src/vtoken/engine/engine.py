@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-import numpy as np
+from typing import get_args
 
 from vtoken.base.clock import Clock, MonotonicClock
-from vtoken.base.errors import EngineError, RequestError, describe
+from vtoken.base.errors import EngineError, RequestError
 from vtoken.base.hashing import mix64
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.validation import shorten
 from vtoken.engine.interrupts import HeldInterrupt
-from vtoken.engine.logprobs import best_choices, name_prompt_scores, name_scores
-from vtoken.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
+from vtoken.engine.outputs import RequestOutput
+from vtoken.engine.prompts import Prompt, encode_prompt
 from vtoken.engine.stats import EngineStats
-from vtoken.engine.stops import find_stop, without_beginning_of
-from vtoken.engine.text import IncrementalDetokenizer, Tokenizer, prompt_of_nothing
+from vtoken.engine.text import Tokenizer
+from vtoken.engine.tracked import OutputKind, Tracked
 from vtoken.executor.base import Executor
 from vtoken.schedule.logit_rules import ends_of
 from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.scheduler import Scheduler
-from vtoken.schedule.sequence import FinishReason, Request, Sequence
-
-OutputKind = Literal["cumulative", "final"]
-Prompt = str | SequenceOf[int]
+from vtoken.schedule.sequence import Request, Sequence
 
 
 @dataclass(frozen=True)
@@ -42,6 +35,18 @@ class EngineFacts:
     bytes_per_block: int
     weight_bytes: int
     max_logprobs: int = 20
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A request that has passed every check that does not depend on what else is there."""
+
+    request_id: str
+    text: str | None  # None: it came as token ids
+    token_ids: list[int]
+    params: SamplingParams
+    output_kind: OutputKind
+    cache_salt: str | None
 
 
 class Engine:
@@ -69,8 +74,9 @@ class Engine:
         self._clock = clock or MonotonicClock()
         self._num_requests = 0
         self._busy_seconds = 0.0
-        self._tracked: dict[Request, _Tracked] = {}  # not by id: that of an aborted request may be in use again
-        self._outputs: list[RequestOutput] = []  # made, and not yet returned: Ctrl-C came at the end of their step
+        self._tracked: dict[Request, Tracked] = {}  # not by id: that of an aborted request may be in use again
+        # Made, and not yet returned: Ctrl-C came at the end of their step.
+        self._outputs: list[tuple[Request, RequestOutput]] = []
         self.is_closed = False
 
     def add_request(
@@ -85,38 +91,73 @@ class Engine:
         """Queue a request.
 
         `prompt` is text or token ids. `output_kind`: "cumulative" gives an output after every step that brought the
-        request a token, "final" only the last one, as do requests with `best_of` or `use_beam_search`. Texts
-        with different `cache_salt` never share cached blocks.
+        request a token, "delta" gives then what is new, "final" only the last output, as do requests with `best_of`
+        or `use_beam_search`. Texts with different `cache_salt` never share cached blocks.
 
         Raises RequestError, with the field at fault, for anything that could not run; nothing is queued then.
         """
+        self.add(self.check_request(request_id, prompt, params, output_kind=output_kind, cache_salt=cache_salt))
+
+    def check_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+        cache_salt: str | None = None,
+    ) -> CheckedRequest:
+        """The first half of `add_request`: tokenize, and refuse what could not run. `add` queues it.
+
+        Looks at nothing that a step changes, so any thread may call it at any time.
+        """
         if self.is_closed:
             raise EngineError("this engine is closed; make a new one")
+        params = self.check_parameters(request_id, params, output_kind=output_kind, cache_salt=cache_salt)
+        facts = self.facts
+        token_ids = encode_prompt(prompt, self.tokenizer, vocab_size=facts.vocab_size, bos_token_id=facts.bos_token_id)
+        self.scheduler.check_request(len(token_ids), params)
+        text = prompt if isinstance(prompt, str) else None
+        return CheckedRequest(request_id, text, token_ids, params, output_kind, cache_salt)
+
+    def check_parameters(
+        self, request_id: str, params: SamplingParams | None, *, output_kind: OutputKind, cache_salt: str | None
+    ) -> SamplingParams:
+        """What is to be used as `params`. Raises RequestError for what is wrong whatever the prompt; for any thread."""
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id: expected text that is not empty, got {request_id!r}", "request_id")
         if output_kind not in get_args(OutputKind):
-            raise RequestError(f"output_kind: expected 'cumulative' or 'final', got {output_kind!r}", "output_kind")
+            expected = ", ".join(map(repr, get_args(OutputKind)))
+            raise RequestError(f"output_kind: expected one of {expected}, got {output_kind!r}", "output_kind")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params: expected SamplingParams, got {shorten(params)}", "params")
         params.check_vocabulary(self.facts.vocab_size)
         self._check_logprobs(params)
+        self._check_width(params)
         if params.stop and self.tokenizer is None:
             raise RequestError(
                 "stop: this engine has no tokenizer (skip_tokenizer_init=True), so no text; use stop_token_ids", "stop"
             )
         _check_salt(cache_salt)
-        token_ids = self._encode(prompt)
-        seed = params.seed
+        return params
+
+    def add(self, checked: CheckedRequest) -> Request:
+        """Queue what `check_request` found fine. Raises RequestError for an id that is in use."""
+        if self.is_closed:
+            raise EngineError("this engine is closed; make a new one")
+        seed = checked.params.seed
         if seed is None:
             seed = int(mix64(self._seed & (2**64 - 1), self._num_requests))
-        self._check_width(params)
-        request = self.scheduler.add(request_id, token_ids, params, seed=seed, cache_salt=cache_salt)
+        request = self.scheduler.add(
+            checked.request_id, checked.token_ids, checked.params, seed=seed, cache_salt=checked.cache_salt
+        )
         self._num_requests += 1
-        text = prompt if isinstance(prompt, str) else None
         # Which choices are the best is known in the end.
-        kind = "final" if params.num_choices > params.n or params.use_beam_search else output_kind
-        self._tracked[request] = _Tracked(request, text, kind, self.tokenizer)
+        is_ranked = checked.params.num_choices > checked.params.n or checked.params.use_beam_search
+        kind = "final" if is_ranked else checked.output_kind
+        self._tracked[request] = Tracked(request, checked.text, kind, self.tokenizer)
+        return request
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests, in whatever state, and give their blocks back. Unknown and ended ones are no error.
@@ -137,6 +178,10 @@ class Engine:
         What the executor raises ends one request at most. Ctrl-C waits until the step is over, whose outputs then come
         with the next one.
         """
+        return [output for _, output in self.advance()]
+
+    def advance(self) -> list[tuple[Request, RequestOutput]]:
+        """`step`, with the request of each output: by the time its end is told its id may be in use again."""
         with HeldInterrupt():
             started = self._clock.now()
             plan = self.scheduler.schedule()
@@ -168,19 +213,18 @@ class Engine:
                 raise
             return []
 
-    def _report(self, drawn: list[tuple[Sequence, int]]) -> list[RequestOutput]:
-        advanced: dict[Request, _Tracked] = {}
+    def _report(self, drawn: list[tuple[Sequence, int]]) -> list[tuple[Request, RequestOutput]]:
+        advanced: dict[Request, Tracked] = {}
         for sequence, token in drawn:
             tracked = self._tracked[sequence.request]
-            if tracked.is_read:
-                stop = tracked.push(sequence, token)
-                if stop is not None:
-                    self.scheduler.stop(sequence, stop)
-            if tracked.kind == "cumulative":
+            stop = tracked.push(sequence, token)
+            if stop is not None:
+                self.scheduler.stop(sequence, stop)
+            if tracked.kind != "final":
                 advanced[sequence.request] = tracked
         for request in self.scheduler.take_finished():
             advanced[request] = self._tracked.pop(request)
-        return [tracked.output(self.scheduler.died_at) for tracked in advanced.values()]
+        return [(request, tracked.output(self.scheduler.died_at)) for request, tracked in advanced.items()]
 
     def stats(self) -> EngineStats:
         """What the memory holds now, and what happened so far."""
@@ -203,9 +247,11 @@ class Engine:
     def close(self) -> None:
         """End what still runs, and give the executor's memory and threads back. May be called twice."""
         if not self.is_closed:
-            self.abort_request([request.request_id for request in self._tracked])
-            self.is_closed = True
-            self.executor.close()
+            try:
+                self.abort_request([request.request_id for request in self._tracked])
+            finally:
+                self.is_closed = True
+                self.executor.close()
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for field in ("logprobs", "prompt_logprobs"):
@@ -223,30 +269,6 @@ class Engine:
             )
             raise RequestError(message, "use_beam_search")
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, each of them in the vocabulary, whoever made them."""
-        largest = self.facts.vocab_size - 1
-        token_ids = self._tokenize(prompt)
-        for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise RequestError(f"prompt: expected whole numbers as token ids, got {shorten(token)}", "prompt")
-            if not 0 <= token <= largest:
-                message = f"prompt: token ids go from 0 to {largest} (the vocabulary), got {shorten(token)}"
-                raise RequestError(message, "prompt")
-        return [int(token) for token in token_ids]
-
-    def _tokenize(self, prompt: Prompt) -> list[Any]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "prompt: this engine has no tokenizer (skip_tokenizer_init=True); send token ids", "prompt"
-                )
-            return self.tokenizer.encode(prompt)
-        is_row = isinstance(prompt, np.ndarray) and prompt.ndim == 1
-        if not is_row and (isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, SequenceOf)):
-            raise RequestError(f"prompt: expected text or token ids, got {shorten(prompt)}", "prompt")
-        return list(prompt) if len(prompt) else prompt_of_nothing(self.facts.bos_token_id)
-
 
 def _check_salt(salt: str | None) -> None:
     if salt is not None:
@@ -254,123 +276,3 @@ def _check_salt(salt: str | None) -> None:
             salt.encode()
         except (AttributeError, UnicodeEncodeError):
             raise RequestError("cache_salt: expected text", "cache_salt") from None
-
-
-class _Tracked:
-    """A request that the engine owes outputs, and the text of its choices so far."""
-
-    def __init__(self, request: Request, prompt: str | None, kind: OutputKind, tokenizer: Tokenizer | None) -> None:
-        self.request = request
-        self.kind = kind
-        self._prompt = prompt
-        self._tokenizer = tokenizer
-        self._text_error: str | None = None
-        self._texts = [""] * len(request.sequences)
-        self._stops: dict[int, str] = {}  # choice -> the text that ended it, where one did
-        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in request.sequences]
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.is_read = tokenizer is not None and (kind == "cumulative" or bool(request.params.stop))
-        """Whether its text is made token by token."""
-        self._detokenizers = [
-            IncrementalDetokenizer(tokenizer) if tokenizer is not None and self.is_read else None
-            for _ in request.sequences
-        ]
-
-    def push(self, sequence: Sequence, token: int) -> str | None:
-        """Add a token's text. Returns the one of the `stop` texts that it completes, which ends the choice."""
-        choice, params = sequence.choice, self.request.params
-        detokenizer = self._detokenizers[choice]
-        if detokenizer is None or self._text_error is not None or choice in self._stops:
-            return None
-        with self._text_errors_kept():
-            piece = detokenizer.push(token)
-            before, self._texts[choice] = len(self._texts[choice]), self._texts[choice] + piece
-            if piece and sequence.num_output_tokens >= params.min_tokens:
-                found = find_stop(self._texts[choice], before, params.stop)
-                if found is not None:
-                    at, stop = found
-                    self._texts[choice] = self._texts[choice][: at + len(stop) * params.include_stop_str_in_output]
-                    self._stops[choice] = stop
-                    return stop
-        return None
-
-    def _text(self, sequence: Sequence) -> str:
-        if sequence.choice in self._stops:
-            return self._texts[sequence.choice]
-        if not sequence.is_finished and not self.request.params.include_stop_str_in_output:
-            return without_beginning_of(self.request.params.stop, self._texts[sequence.choice])
-        if sequence.is_finished and self._tokenizer is not None and self._text_error is None:
-            with self._text_errors_kept():
-                return self._tokenizer.decode(sequence.output_token_ids)
-        return self._texts[sequence.choice]
-
-    def _finish_reason(self, sequence: Sequence) -> str | None:
-        if sequence.finish_reason is None:
-            return None
-        # A stop text may have been completed by the very token at which the length was reached.
-        return (FinishReason.STOP if sequence.choice in self._stops else sequence.finish_reason).value
-
-    def _scores(self, sequence: Sequence) -> list[TokenLogprobs] | None:
-        if self.request.params.logprobs is None:
-            return None
-        named, scores = self._logprobs[sequence.choice], sequence.scores
-        for place in range(len(named), len(scores)):  # those that have not been named yet
-            token = sequence.token_ids[self.request.num_prompt_tokens + place]
-            named += name_scores([token], scores[place], self._text_of)
-        return named.copy()
-
-    def _prompt_scores(self) -> list[TokenLogprobs | None] | None:
-        if self._prompt_logprobs is None:
-            request = self.request
-            self._prompt_logprobs = name_prompt_scores(request.prompt_token_ids, request.prompt_scores, self._text_of)
-        return self._prompt_logprobs
-
-    def _text_of(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.token_text(token)
-
-    @contextmanager
-    def _text_errors_kept(self) -> Iterator[None]:
-        """A tokenizer that fails on one answer must not cost the others theirs: it is said in this one's `error`."""
-        try:
-            yield
-        except Exception as error:
-            self._text_error = f"the answer could not be turned into text: {describe(error)}"
-
-    def output(self, died_at: Callable[[Sequence], dict[int, int]]) -> RequestOutput:
-        request = self.request
-        shown = best_choices(request)
-        is_scored = request.params.num_logprobs >= 0 or request.beam_search is not None
-        texts = [self._text(sequence) for sequence in shown]
-        deaths = [died_at(sequence) for sequence in shown]
-        choices = [
-            CompletionOutput(
-                index=index,
-                text=text,
-                token_ids=sequence.output_token_ids,
-                finish_reason=self._finish_reason(sequence),
-                stop_reason=self._stops.get(sequence.choice, sequence.stop_reason),
-                error=request.error or self._text_error,
-                logprobs=self._scores(sequence),
-                cumulative_logprob=sequence.total_logprob if is_scored else None,
-                died_at=died,
-                num_kept=len(sequence.token_ids) - len(died),
-                num_evicted=len(died),
-            )
-            for index, (sequence, text, died) in enumerate(zip(shown, texts, deaths, strict=True))
-        ]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
-            outputs=choices,
-            finished=not request.unfinished,
-            num_cached_tokens=request.num_cached_tokens,
-            prompt_logprobs=self._prompt_scores(),
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_time,
-                first_scheduled_time=request.first_scheduled_time,
-                first_token_time=request.first_token_time,
-                finished_time=request.finish_time,
-                num_preemptions=request.num_preemptions,
-            ),
-        )

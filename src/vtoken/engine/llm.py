@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Self
 
-import numpy as np
 from tqdm import tqdm
 
 from vtoken.base.clock import MonotonicClock
@@ -14,12 +12,11 @@ from vtoken.base.config import EngineConfig
 from vtoken.base.errors import EngineError, RequestError
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.engine.build import build_engine
-from vtoken.engine.engine import Engine, Prompt
+from vtoken.engine.engine import Engine
 from vtoken.engine.outputs import RequestOutput
+from vtoken.engine.prompts import Prompts, list_prompts, parse_prompt
 from vtoken.engine.stats import EngineStats
 from vtoken.engine.text import Tokenizer
-
-Prompts = str | SequenceOf[int] | Mapping[str, Any] | SequenceOf[str | SequenceOf[int] | Mapping[str, Any]]
 
 
 class LLM:
@@ -65,7 +62,7 @@ class LLM:
             raise EngineError("this LLM is closed; make a new one")
         if self.engine.has_unfinished_requests():
             raise EngineError("generate() was called while the engine has requests of its own; let them finish first")
-        parsed = [_parse(prompt) for prompt in _as_list(prompts)]
+        parsed = [parse_prompt(prompt) for prompt in list_prompts(prompts)]
         params = _params_for(len(parsed), sampling_params)
         self._num_calls += 1
         ids = [f"{self._num_calls}-{i}" for i in range(len(parsed))]
@@ -135,35 +132,6 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _as_list(prompts: Prompts) -> list[Any]:
-    """One prompt or many: a flat list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    is_row = isinstance(prompts, np.ndarray) and prompts.ndim > 0
-    if not is_row and (isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, SequenceOf)):
-        raise RequestError(
-            f"prompt: expected text, token ids or a list of them, got {type(prompts).__name__}", "prompt"
-        )
-    if len(prompts) and isinstance(prompts[0], int | np.integer) and not isinstance(prompts[0], bool):
-        return [prompts]
-    return list(prompts)
-
-
-def _parse(prompt: Any) -> tuple[Prompt, str | None]:
-    """(text or token ids, cache salt)"""
-    if not isinstance(prompt, Mapping):
-        return prompt, None
-    known = {"prompt", "prompt_token_ids", "cache_salt"}
-    kinds = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-    if len(kinds) != 1 or set(prompt) - known:
-        raise RequestError(
-            "prompt: a mapping has either 'prompt' or 'prompt_token_ids', and may have a 'cache_salt'; got "
-            f"{sorted(map(str, prompt))} (for chat messages send llm.get_tokenizer().encode_chat(messages))",
-            "prompt",
-        )
-    return prompt[kinds[0]], prompt.get("cache_salt")
 
 
 def _params_for(

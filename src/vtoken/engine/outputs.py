@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,12 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request and its choices; `outputs[j].index == j`."""
+    """A request and its choices; `outputs[j].index == j`.
+
+    A delta (`output_kind="delta"`) has only choices with news, and of each only new text and new tokens with their
+    scores: `join_deltas` makes one of several. `died_at`, `num_kept` and `num_evicted` come with the end of a choice
+    then, `prompt_logprobs` with the first delta.
+    """
 
     request_id: str
     prompt: str | None  # None when it came as token ids
@@ -69,3 +75,25 @@ class RequestOutput:
     def error(self) -> str | None:
         """The first error among the choices."""
         return next((output.error for output in self.outputs if output.error is not None), None)
+
+
+def join_deltas(deltas: Sequence[RequestOutput]) -> RequestOutput:
+    """One delta that says what these, which followed each other, say together. `deltas` has at least one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    pieces: dict[int, list[CompletionOutput]] = {}
+    for delta in deltas:
+        for choice in delta.outputs:
+            pieces.setdefault(choice.index, []).append(choice)
+    choices = [_join(said) for _, said in sorted(pieces.items())]
+    scores = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None)
+    return replace(deltas[-1], outputs=choices, prompt_logprobs=scores)
+
+
+def _join(said: list[CompletionOutput]) -> CompletionOutput:
+    return replace(
+        said[-1],
+        text="".join(each.text for each in said),
+        token_ids=[token for each in said for token in each.token_ids],
+        logprobs=None if said[-1].logprobs is None else [place for each in said for place in each.logprobs or ()],
+    )

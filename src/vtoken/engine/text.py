@@ -46,6 +46,9 @@ class Tokenizer:
         self._known = frozenset(vocabulary.values())
         self._token_texts: dict[int, str] = {}  # what `token_text` has been asked for
         self._anchor_token = next((vocabulary[letter] for letter in "aAeE01" if letter in vocabulary), None)
+        # The first call takes off the truncation and padding that a tokenizer file may ask for; later ones change
+        # nothing in the tokenizer, so several threads may make them at once.
+        backend.encode("", add_special_tokens=False)
 
     @property
     def has_chat_template(self) -> bool:

@@ -113,12 +113,7 @@ class Scheduler:
         if request_id in self._requests:
             raise RequestError(f"request_id: {request_id!r} is in use by a request that has not finished", "request_id")
         num_prompt_tokens = len(prompt_token_ids)
-        self.capacity.check_prompt(num_prompt_tokens)
-        retention = self._retention(params, num_prompt_tokens)
-        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-            message = f"min_tokens: {params.min_tokens} is more than max_tokens={params.max_tokens}"
-            raise RequestError(message, "min_tokens")
-        max_tokens = self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.num_choices, retention)
+        max_tokens, retention = self.check_request(num_prompt_tokens, params)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -138,6 +133,19 @@ class Scheduler:
         self._requests[request_id] = request
         self._residents.add(request)
         return request
+
+    def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> tuple[int, Retention | None]:
+        """(new tokens that a choice may have, what the request keeps of its text)
+
+        Raises RequestError for a request that could never run. Looks at nothing that a step changes, so any thread may
+        ask.
+        """
+        self.capacity.check_prompt(num_prompt_tokens)
+        retention = self._retention(params, num_prompt_tokens)
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            message = f"min_tokens: {params.min_tokens} is more than max_tokens={params.max_tokens}"
+            raise RequestError(message, "min_tokens")
+        return self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.num_choices, retention), retention
 
     def _retention(self, params: SamplingParams, num_prompt_tokens: int) -> Retention | None:
         """What a request keeps of its text. Raises RequestError for settings that cannot work."""
