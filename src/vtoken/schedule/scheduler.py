@@ -116,6 +116,7 @@ class Scheduler:
             message = f"min_tokens: {params.min_tokens} is more than max_tokens={params.max_tokens}"
             raise RequestError(message, "min_tokens")
         max_tokens = self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.num_choices, retention)
+        lengths = self.config.rope_lengths
         request = Request(
             request_id,
             prompt_token_ids,
@@ -127,6 +128,7 @@ class Scheduler:
             cache_salt,
             retention,
             self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.num_choices, retention),
+            rope_length=None if lengths is None else lengths.of(num_prompt_tokens + max_tokens),
         )
         request.rules = rules_of(request.params, prompt_token_ids, self.config.eos_token_ids)
         self._num_arrived += 1
@@ -248,7 +250,12 @@ class Scheduler:
                 residents = self._residents
                 self._give_up(next(iter((*residents.preempted, *residents.waiting, *residents.running))))
             self._fill(batch)
-        plan = batch.build(self.counters.steps, self._evictor, row_positions=self._row_positions)
+        plan = batch.build(
+            self.counters.steps,
+            self._evictor,
+            row_positions=self._row_positions,
+            rope_lengths=self.config.rope_lengths is not None,
+        )
         ran = {self._state.of(lane).request for lane in plan.lanes.tolist()}
         self._flight = _Flight(plan, batch.draws, batch.touched, ran)
         self.counters.steps += 1
