@@ -9,7 +9,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.recorded import Demand, Recording, record, scattered
 from tests.models.dense import split_heads
-from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, save_llama, save_mistral
+from tests.tiny_models import (
+    LLAMA3_ROPE,
+    VOCAB_SIZE,
+    YARN_ROPE,
+    save_llama,
+    save_mistral,
+    save_phi3,
+    save_qwen2,
+    save_qwen3,
+)
 from vtoken.models.loader import load_model
 
 NEW_TOKENS = 24
@@ -20,6 +29,13 @@ FAMILIES = {
     "wide heads, biases": lambda folder: save_llama(folder, head_dim=32, attention_bias=True, mlp_bias=True, seed=2),
     "llama3 rope, shards": lambda folder: save_llama(folder, rope=LLAMA3_ROPE, max_shard_size="50KB", seed=3),
     "mistral with a window": lambda folder: save_mistral(folder, sliding_window=9),
+    "qwen2, window of one layer": lambda folder: save_qwen2(
+        folder, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3, yarn": lambda folder: save_qwen3(folder, rope_parameters=YARN_ROPE, tie_word_embeddings=True),
+    "phi3, part of a head": lambda folder: save_phi3(
+        folder, sliding_window=9, rope_parameters={"rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
+    ),
 }
 
 MEMORIES = {

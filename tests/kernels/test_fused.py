@@ -17,7 +17,7 @@ from vtoken.attention.reference import ReferenceAttention
 from vtoken.attention.rotation import Rotation
 from vtoken.base.kv_format import KV_FORMATS
 from vtoken.kernels import fused
-from vtoken.models.kernels import add_rms_norm
+from vtoken.models.kernels import add_rms_norm, norm_heads
 from vtoken.planner.kv_memory import KVShape
 from vtoken.worker.kv_store import KVStore
 
@@ -62,6 +62,26 @@ class TestOnePass:
             (fused.add_rms_norm(x, None, weight, 1e-6), [fused.add_rms_norm(r[None], None, weight, 1e-6) for r in x]),
         ):
             assert all(torch.equal(together[i : i + 1], row) for i, row in enumerate(alone))
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (9, 3)], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 33, 128])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 70])
+def test_norms_of_heads(num_tokens: int, head_dim: int, heads: tuple[int, int]) -> None:
+    """Queries and keys each by themselves, values left alone; as torch, and a token as it is alone."""
+    num_heads, num_kv_heads = heads
+    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    q_weight, k_weight = random(head_dim, seed=1), random(head_dim, seed=2)
+    plain = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = plain.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    normed = [F.rms_norm(part, (head_dim,), weight, 1e-5) for part, weight in ((q, q_weight), (k, k_weight))]
+    expected = torch.cat([*normed, v], dim=1).flatten(1)
+    for norm in (fused.norm_heads, norm_heads):
+        found = norm(qkv.clone(), q_weight, k_weight, num_kv_heads, 1e-5)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        for i, row in enumerate(qkv):
+            assert torch.equal(norm(row[None].clone(), q_weight, k_weight, num_kv_heads, 1e-5)[0], found[i])
 
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, -torch.inf, 1e38, -100.0, 100.0, 1e-40])

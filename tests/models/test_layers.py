@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtoken.models.kernels import BATCH_INVARIANT, even_tile_rows, rowwise_silu_and_mul, tiled_linear
+from vtoken.models.kernels import BATCH_INVARIANT, even_tile_rows, norm_heads, rowwise_silu_and_mul, tiled_linear
 from vtoken.models.layers import RMSNorm
 from vtoken.models.rope import RopeParameters, RotaryEmbedding
 
@@ -132,6 +132,13 @@ def test_silu_rows_stand_alone_where_threads_meet(width: int, num_threads: int) 
 def test_silu_and_mul_takes_the_gate_first() -> None:
     gate, up = random(5, 9), random(5, 9, seed=1)
     torch.testing.assert_close(rowwise_silu_and_mul(torch.cat([gate, up], dim=1)), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [2, 10, 64, 128])
+def test_rows_with_normed_heads_stand_alone(head_dim: int, dtype: torch.dtype) -> None:
+    q_weight, k_weight = (random(head_dim, seed=seed).to(dtype) for seed in (1, 2))
+    assert_rows_stand_alone(lambda x: norm_heads(x.clone(), q_weight, k_weight, 2, 1e-6), 7 * head_dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

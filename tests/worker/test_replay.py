@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.engine.recorded import Demand, record, scattered
 from tests.plans import Lane, Slice, make_plan
-from tests.tiny_models import save_llama, save_mistral
+from tests.tiny_models import save_llama, save_mistral, save_qwen3
 from vtoken.attention.rotation import Rotation
 from vtoken.executor.local import LocalExecutor
 from vtoken.kernels import fused
@@ -31,10 +31,12 @@ from vtoken.worker import replay
 BLOCK_SIZE = 4
 
 
-@pytest.fixture(scope="module", params=["llama", "window"])
+@pytest.fixture(scope="module", params=["llama", "window", "norms of heads"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("model")
-    return save_llama(target) if request.param == "llama" else save_mistral(target, sliding_window=9)
+    if request.param == "window":
+        return save_mistral(target, sliding_window=9)
+    return save_llama(target) if request.param == "llama" else save_qwen3(target)
 
 
 def demands() -> list[Demand]:

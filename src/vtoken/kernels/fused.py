@@ -25,6 +25,17 @@ class _NormArgs(Structure):
     )
 
 
+class _HeadNormArgs(Structure):
+    """`HeadNormArgs` of fused.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "q_weight", "k_weight")),
+        *((name, c_int64) for name in ("num_tokens", "row_heads", "num_heads", "num_kv_heads", "head_dim")),
+        ("eps", c_float),
+        ("num_threads", c_int32),
+    )
+
+
 class _GateArgs(Structure):
     """`GateArgs` of fused.cpp."""
 
@@ -52,10 +63,15 @@ class _WriteArgs(Structure):
 
 
 @cache
-def _functions() -> tuple[Any, Any, Any]:
+def _functions() -> tuple[Any, Any, Any, Any]:
     functions = library()
-    found = functions.vtoken_add_rms_norm, functions.vtoken_silu_and_mul, functions.vtoken_rotate_and_write
-    for function, args in zip(found, (_NormArgs, _GateArgs, _WriteArgs), strict=True):
+    found = (
+        functions.vtoken_add_rms_norm,
+        functions.vtoken_silu_and_mul,
+        functions.vtoken_rotate_and_write,
+        functions.vtoken_norm_heads,
+    )
+    for function, args in zip(found, (_NormArgs, _GateArgs, _WriteArgs, _HeadNormArgs), strict=True):
         function.argtypes, function.restype = [POINTER(args)], c_int64
     return found
 
@@ -78,6 +94,28 @@ def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float)
     )
     launch(_functions()[0], args, residual, x, weight, out)
     return out
+
+
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
+    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] with each query and key normed, in place."""
+    assert qkv.is_contiguous()
+    num_tokens, width = qkv.shape
+    head_dim = len(q_weight)
+    row_heads = width // head_dim
+    args = _HeadNormArgs(
+        qkv.data_ptr(),
+        q_weight.data_ptr(),
+        k_weight.data_ptr(),
+        num_tokens,
+        row_heads,
+        row_heads - 2 * num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+        torch.get_num_threads(),
+    )
+    launch(_functions()[3], args, qkv, q_weight, k_weight)
+    return qkv
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

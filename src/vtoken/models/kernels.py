@@ -90,6 +90,16 @@ def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float)
     return weight * (exact * torch.rsqrt(mean_square + eps)).to(residual.dtype)
 
 
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
+    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] with each query and key divided by its root mean square and
+    multiplied by a weight [head_dim], in place. Heads are rows of their own, see `add_rms_norm`."""
+    heads = qkv.view(len(qkv), qkv.shape[1] // len(q_weight), len(q_weight))
+    queries, keys, _ = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    for part, weight in ((queries, q_weight), (keys, k_weight)):
+        part.copy_(add_rms_norm(part.contiguous(), None, weight, eps))
+    return qkv
+
+
 @dataclass(frozen=True)
 class Kernels:
     """How the per-token operations that cost time are computed. A faster set may trade bits for speed."""
@@ -97,9 +107,10 @@ class Kernels:
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias; before `Linear.prepare`
     silu_and_mul: Callable[[Tensor], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
+    norm_heads: Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
 
-BATCH_INVARIANT = Kernels(tiled_linear, rowwise_silu_and_mul, add_rms_norm)
+BATCH_INVARIANT = Kernels(tiled_linear, rowwise_silu_and_mul, add_rms_norm, norm_heads)
 
 
 def fast_silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -117,4 +128,10 @@ def fast_add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: f
     return add_rms_norm(residual, x, weight, eps)
 
 
-COMPILED = Kernels(F.linear, fast_silu_and_mul, fast_add_rms_norm)
+def fast_norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
+    """`norm_heads`, compiled in float32 and torch's in other types."""
+    norm = fused.norm_heads if qkv.dtype == torch.float32 else norm_heads
+    return norm(qkv, q_weight, k_weight, num_kv_heads, eps)
+
+
+COMPILED = Kernels(F.linear, fast_silu_and_mul, fast_add_rms_norm, fast_norm_heads)

@@ -102,6 +102,26 @@ class RMSNorm(nn.Module):
     __call__ = forward
 
 
+class HeadNorms(nn.Module):
+    """RMS norms of every query and every key by itself, before they turn."""
+
+    def __init__(self, head_dim: int, num_kv_heads: int, eps: float, *, dtype: torch.dtype, kernels: Kernels) -> None:
+        super().__init__()
+        self.q_weight = empty_parameter(head_dim, dtype=dtype)
+        self.k_weight = empty_parameter(head_dim, dtype=dtype)
+        self._num_kv_heads, self._eps = num_kv_heads, eps
+        self._norm_heads = kernels.norm_heads
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """[T, (num_heads + 2 * num_kv_heads) * head_dim], in place."""
+        return self._norm_heads(qkv, self.q_weight, self.k_weight, self._num_kv_heads, self._eps)
+
+    __call__ = forward
+
+    def weight_map(self) -> dict[str, WeightTarget]:
+        return {"q_norm.weight": WeightTarget(self.q_weight), "k_norm.weight": WeightTarget(self.k_weight)}
+
+
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))` with gate and up in one matrix (SwiGLU: Shazeer, arXiv 2002.05202)."""
 
@@ -120,9 +140,11 @@ class GatedMLP(nn.Module):
 
     __call__ = forward
 
-    def weight_map(self) -> dict[str, WeightTarget]:
-        """Names below `mlp.`."""
+    def weight_map(self, is_fused: bool = False) -> dict[str, WeightTarget]:
+        """Names below `mlp.`; `is_fused`: of a checkpoint that has gate and up in one matrix too."""
         width = self.down_proj.in_features
+        if is_fused:
+            return {**self.gate_up_proj.weight_map("gate_up_proj"), **self.down_proj.weight_map("down_proj")}
         return {
             **self.gate_up_proj.weight_map("gate_proj", slice(0, width)),
             **self.gate_up_proj.weight_map("up_proj", slice(width, None)),

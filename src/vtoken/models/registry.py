@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 _CLASSES: Final = {
     "LlamaForCausalLM": "vtoken.models.llama:Llama",
     "MistralForCausalLM": "vtoken.models.llama:Llama",
+    "Phi3ForCausalLM": "vtoken.models.phi3:Phi3",
+    "Qwen2ForCausalLM": "vtoken.models.qwen:Qwen2",
+    "Qwen3ForCausalLM": "vtoken.models.qwen:Qwen3",
 }
 
 
