@@ -120,8 +120,8 @@ class Tracked:
         choice, request = sequence.choice, self.request
         text = self._text(sequence)
         num_said, num_shown = self._said[choice]
-        # In a delta the deaths come with the end: to list them costs as much as there are.
         is_scored = request.params.num_logprobs >= 0 or request.beam_search is not None
+        # In a delta the deaths come with the end: to list them costs as much as there are.
         tells_deaths = self.kind != "delta" or sequence.is_finished
         died = died_at(sequence) if tells_deaths else {}
         if self.kind == "delta":
