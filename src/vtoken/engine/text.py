@@ -97,6 +97,11 @@ class Tokenizer:
         token_ids: list[int] = self.backend.encode(prompt, add_special_tokens=add_special_tokens)
         return token_ids or prompt_of_nothing(self.bos_token_id)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` alone, which must be Unicode: nothing is put around it, nothing stands for nothing."""
+        token_ids: list[int] = self.backend.encode(text, add_special_tokens=False)
+        return token_ids
+
     def encode_chat(
         self,
         messages: Sequence[Message],
