@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vtoken.kernels.fused import Activation
 from vtoken.linear.base import LinearKernel, PreparedLinear
 from vtoken.models.base import WeightTarget
 from vtoken.models.kernels import Kernels
@@ -102,19 +103,76 @@ class RMSNorm(nn.Module):
     __call__ = forward
 
 
-class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one matrix (SwiGLU: Shazeer, arXiv 2002.05202)."""
+class LayerNorm(nn.Module):
+    """`(x - mean) / std * weight + bias` in float32 (Ba et al., arXiv 1607.06450), behind a residual."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, kernels: Kernels
+        self, width: int, eps: float, *, dtype: torch.dtype, kernels: Kernels, has_weights: bool = True
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(width, dtype=dtype) if has_weights else None
+        self.bias = empty_parameter(width, dtype=dtype) if has_weights else None
+        self.eps = eps
+        self._add_layer_norm = kernels.add_layer_norm
+
+    def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
+        """Add x to the residual, in place, and return the sum's norm: [T, width] each."""
+        return self._add_layer_norm(residual, x, self.weight, self.bias, self.eps)
+
+    __call__ = forward
+
+    def weight_map(self, name: str) -> dict[str, WeightTarget]:
+        parameters = {"weight": self.weight, "bias": self.bias}
+        return {f"{name}.{kind}": WeightTarget(p) for kind, p in parameters.items() if p is not None}
+
+
+class MLP(nn.Module):
+    """`down(f(up(x)))`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation,
+        bias: bool,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, dtype=dtype, kernels=kernels)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, kernels=kernels)
+        self.activation: Activation = activation
+        self._activate = kernels.activate
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
+        hidden: Tensor = self.down_proj(self._activate(self.up_proj(x), self.activation))
+        return hidden
+
+    __call__ = forward
+
+
+class GatedMLP(nn.Module):
+    """`down(f(gate(x)) * up(x))` with gate and up in one matrix (SwiGLU, GEGLU: Shazeer, arXiv 2002.05202)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        activation: Activation = "silu",
     ) -> None:
         super().__init__()
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, kernels=kernels)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, kernels=kernels)
-        self._silu_and_mul = kernels.silu_and_mul
+        self.activation: Activation = activation
+        self._activate_and_mul = kernels.activate_and_mul
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
-        gated: Tensor = self._silu_and_mul(self.gate_up_proj(x))
+        gated: Tensor = self._activate_and_mul(self.gate_up_proj(x), self.activation)
         hidden: Tensor = self.down_proj(gated)
         return hidden
 
