@@ -55,10 +55,11 @@ class Linear(nn.Module):
         self.weight = self.bias = None
         return self.prepared
 
-    def weight_map(self, name: str, rows: slice | None = None) -> dict[str, WeightTarget]:
-        """Targets of the checkpoint's layer `name`, which fills these rows of ours (None = all)."""
-        parameters = {"weight": self.weight, "bias": self.bias}
-        return {f"{name}.{kind}": WeightTarget(p, rows) for kind, p in parameters.items() if p is not None}
+    def weight_map(self, name: str, rows: slice | None = None, *, transposed: bool = False) -> dict[str, WeightTarget]:
+        """Targets of the checkpoint's layer `name`, which fills these rows of ours (None = all) and may have its matrix
+        as [in, out]."""
+        targets = {} if self.weight is None else {f"{name}.weight": WeightTarget(self.weight, rows, transposed)}
+        return targets if self.bias is None else targets | {f"{name}.bias": WeightTarget(self.bias, rows)}
 
 
 class Embedding(nn.Module):
