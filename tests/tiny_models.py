@@ -13,10 +13,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -117,6 +121,73 @@ def save_mistral(
         bos_token_id=bos_token_id,
     )
     return _save(MistralForCausalLM(config), folder, seed, max_shard_size, tokenizer)
+
+
+def save_gpt2(
+    folder: Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    intermediate_size: int | None = 112,
+    max_position_embeddings: int = 512,
+    tied: bool = True,
+    eos_token_id: int | list[int] | None = None,
+    bos_token_id: int | None = None,
+    max_shard_size: str = "1GB",
+    tokenizer: bool = False,
+    **switches: Any,
+) -> Path:
+    """Write a `GPT2LMHeadModel` checkpoint to `folder` and return it; `switches` are keys of its config."""
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_embd=hidden_size,
+        n_inner=intermediate_size,
+        n_layer=num_layers,
+        n_head=num_heads,
+        n_positions=max_position_embeddings,
+        tie_word_embeddings=tied,
+        eos_token_id=eos_token_id,
+        bos_token_id=bos_token_id,
+        **switches,
+    )
+    return _save(GPT2LMHeadModel(config), folder, seed, max_shard_size, tokenizer)
+
+
+def save_opt(
+    folder: Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    intermediate_size: int = 112,
+    max_position_embeddings: int = 512,
+    tied: bool = True,
+    eos_token_id: int | list[int] | None = None,
+    bos_token_id: int | None = None,
+    max_shard_size: str = "1GB",
+    tokenizer: bool = False,
+    **switches: Any,
+) -> Path:
+    """Write an `OPTForCausalLM` checkpoint to `folder` and return it; `switches` are keys of its config."""
+    config = OPTConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        ffn_dim=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tied,
+        eos_token_id=eos_token_id,
+        bos_token_id=bos_token_id,
+        pad_token_id=None,
+        **{"word_embed_proj_dim": hidden_size} | switches,
+    )
+    return _save(OPTForCausalLM(config), folder, seed, max_shard_size, tokenizer)
 
 
 def save_tokenizer(folder: Path) -> Path:

@@ -35,6 +35,17 @@ _MAX_NUMBER: Final = 1e12
 _DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096}
 
 
+# What an architecture calls a key that the others agree on.
+_KEY_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "GPT2LMHeadModel": {
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+    },
+}
+
+
 class ConfigSection:
     """A JSON object whose values are read with their types checked; every error names file, key and value.
 
@@ -45,6 +56,7 @@ class ConfigSection:
         self.path = path  # the file, for error texts
         self._values = values
         self._prefix = prefix
+        self._names: Mapping[str, str] = {}  # usual key -> the file's
 
     def integer(self, key: str, default: int = _REQUIRED, maximum: int = _MAX_INTEGER) -> int:
         value = self._read(key, default)
@@ -93,15 +105,18 @@ class ConfigSection:
         return frozenset(ids)
 
     def _read(self, key: str, default: T) -> T:
-        value = self._values.get(key)
+        value = self._values.get(self._names.get(key, key))
         if value is not None:
             return value  # type: ignore[no-any-return]  # the caller checks the type
         if default is _REQUIRED:
-            raise CheckpointError(f"{self.path}: required key {self._prefix + key!r} is missing")
+            raise CheckpointError(f"{self.path}: required key {self._full_name(key)!r} is missing")
         return default
 
+    def _full_name(self, key: str) -> str:
+        return self._prefix + self._names.get(key, key)
+
     def _wrong(self, key: str, expected: str, found: object) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self._prefix + key!r} must be {expected}, found {shorten(found)}")
+        return CheckpointError(f"{self.path}: {self._full_name(key)!r} must be {expected}, found {shorten(found)}")
 
 
 class CheckpointConfig(ConfigSection):
@@ -111,6 +126,7 @@ class CheckpointConfig(ConfigSection):
         super().__init__(folder / "config.json", values)
         self.folder = folder
         self.architecture = self._supported_architecture()
+        self._names = _KEY_NAMES.get(self.architecture, {})
         self._check_quantization()
 
     def _supported_architecture(self) -> str:
@@ -161,7 +177,7 @@ def _check_holds(folder: Path, path: Path) -> None:
         )
 
 
-def read_model_spec(config: CheckpointConfig) -> ModelSpec:
+def read_model_spec(config: CheckpointConfig, *, is_rotary: bool = True) -> ModelSpec:
     """The `ModelSpec` of a checkpoint whose config uses the usual key names (Llama, Mistral and their kin)."""
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", maximum=_MAX_WIDTH)
@@ -172,11 +188,16 @@ def read_model_spec(config: CheckpointConfig) -> ModelSpec:
             f"({num_kv_heads})"
         )
     head_dim = config.integer("head_dim", default=hidden_size // num_heads, maximum=_MAX_WIDTH)
-    if head_dim % 2:
+    if is_rotary and head_dim % 2:
         raise CheckpointError(f"{config.path}: rotary embedding needs an even head_dim, found {head_dim}")
+    if not is_rotary and (num_kv_heads, num_heads * head_dim) != (num_heads, hidden_size):
+        raise CheckpointError(
+            f"{config.path}: {config.architecture} needs as many KV heads as heads, and these fill the hidden size, "
+            f"found {num_heads} heads, {num_kv_heads} KV heads of {head_dim} and a hidden size of {hidden_size}"
+        )
     num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     vocab_size = config.integer("vocab_size")
-    attention = AttentionSpec(scale=head_dim**-0.5, window=_sliding_window(config))
+    attention = AttentionSpec(scale=head_dim**-0.5, window=_sliding_window(config), rotation=0 if is_rotary else None)
     return ModelSpec(
         architecture=config.architecture,
         vocab_size=vocab_size,

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 _CLASSES: Final = {
     "LlamaForCausalLM": "vtoken.models.llama:Llama",
     "MistralForCausalLM": "vtoken.models.llama:Llama",
+    "GPT2LMHeadModel": "vtoken.models.gpt2:GPT2",
+    "OPTForCausalLM": "vtoken.models.opt:OPT",
 }
 
 
