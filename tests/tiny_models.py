@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -190,6 +194,44 @@ def save_opt(
     return _save(OPTForCausalLM(config), folder, seed, max_shard_size, tokenizer)
 
 
+def save_gemma3(folder: Path, **changes: Any) -> Path:
+    """Write a `Gemma3ForCausalLM` checkpoint to `folder` and return it; else as `save_gemma2`."""
+    sizes, config = _gemma(changes)
+    config = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} | config
+    return _save(Gemma3ForCausalLM(Gemma3TextConfig(**config)), folder, **sizes)
+
+
+def save_gemma2(folder: Path, **changes: Any) -> Path:
+    """Write a `Gemma2ForCausalLM` checkpoint to `folder` and return it.
+
+    `changes` are keys of its config, or `seed`, `max_shard_size` and `tokenizer` as for the others.
+    """
+    sizes, config = _gemma(changes)
+    return _save(Gemma2ForCausalLM(Gemma2Config(**config)), folder, **sizes)
+
+
+def _gemma(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `_save` and of the config."""
+    arguments = {"seed": 0, "max_shard_size": "1GB", "tokenizer": False}
+    config = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "max_position_embeddings": 512,
+        "sliding_window": 9,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    chosen = {name: changes.pop(name, default) for name, default in arguments.items()}
+    return chosen, config | changes
+
+
 def save_tokenizer(folder: Path) -> Path:
     """Write a byte-level tokenizer: any text, one token a byte; `BOS` and `EOS` are known but not added."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
@@ -210,13 +252,14 @@ def byte_characters() -> list[str]:
 
 def _save(model: PreTrainedModel, folder: Path, seed: int, max_shard_size: str, tokenizer: bool) -> Path:
     generator = torch.Generator().manual_seed(seed)
+    around_one = 0 if model.config.model_type.startswith("gemma") else 1  # Gemma's norms multiply by 1 + weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.2 * noise)
+                parameter.copy_(around_one + 0.2 * noise)
             else:
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
     # transformers would write stop ids of its own into an empty one.

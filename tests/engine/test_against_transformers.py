@@ -12,6 +12,8 @@ from tests.models.dense import dense_causal
 from tests.tiny_models import (
     LLAMA3_ROPE,
     VOCAB_SIZE,
+    save_gemma2,
+    save_gemma3,
     save_gpt2,
     save_llama,
     save_mistral,
@@ -32,6 +34,8 @@ FAMILIES = {
     "opt, norms last, narrow embeddings": lambda folder: save_opt(
         folder, do_layer_norm_before=False, word_embed_proj_dim=48
     ),
+    "gemma2": lambda folder: save_gemma2(folder, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3": lambda folder: save_gemma3(folder, final_logit_softcapping=3.0),
 }
 
 MEMORIES = {

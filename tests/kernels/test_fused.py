@@ -18,7 +18,7 @@ from vtoken.attention.reference import ReferenceAttention
 from vtoken.attention.rotation import Rotation
 from vtoken.base.kv_format import KV_FORMATS
 from vtoken.kernels import fused
-from vtoken.models.kernels import add_layer_norm, add_rms_norm
+from vtoken.models.kernels import add_layer_norm, add_rms_norm, norm_heads
 from vtoken.planner.kv_memory import KVShape
 from vtoken.worker.kv_store import KVStore
 
@@ -72,6 +72,15 @@ class TestOnePass:
             lone = norm(ours, None, weight, bias, 1e-5)
             torch.testing.assert_close(lone, expected, atol=1e-5, rtol=1e-5)
 
+    def test_norm_of_heads(self, rows: int, width: int) -> None:
+        qkv, weights = random(rows, (3 + 2 * 2) * width), (random(width, seed=1), random(width, seed=2))
+        q, k, v = qkv.view(rows, 7, width).split((3, 2, 2), dim=1)
+        q, k = (F.rms_norm(x, (width,), weight, 1e-6) for x, weight in zip((q, k), weights, strict=True))
+        expected = torch.cat((q, k, v), dim=1).flatten(1)
+        for norm_in_place in (fused.norm_heads, norm_heads):
+            found = norm_in_place(qkv.clone(), 2, *weights, 1e-6)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
     @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
     def test_activations(self, activation: fused.Activation, rows: int, width: int) -> None:
         x, up = 6 * random(rows, width), random(rows, width, seed=1)
@@ -85,6 +94,7 @@ class TestOnePass:
         operations: list[Callable[[Tensor], Tensor]] = [
             lambda x: fused.add_rms_norm(x, None, weight, 1e-6),
             lambda x: fused.add_layer_norm(x, None, weight, weight, 1e-6),
+            lambda x: fused.norm_heads(x.repeat(1, 2), 1, weight, weight, 1e-6),
             *(partial(fused.activate_and_mul, activation=activation) for activation in fused.ACTIVATIONS),
             *(partial(fused.activate, activation=activation) for activation in fused.ACTIVATIONS),
         ]

@@ -29,6 +29,17 @@ class _NormArgs(Structure):
     )
 
 
+class _NormHeadsArgs(Structure):
+    """`NormHeadsArgs` of fused.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "q_weight", "k_weight")),
+        *((name, c_int64) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
+        ("eps", c_float),
+        ("num_threads", c_int32),
+    )
+
+
 class _ActivateArgs(Structure):
     """`ActivateArgs` of fused.cpp."""
 
@@ -58,6 +69,7 @@ class _WriteArgs(Structure):
 _SIGNATURES: Final[dict[str, type[Structure]]] = {
     "vtoken_add_rms_norm": _NormArgs,
     "vtoken_add_layer_norm": _NormArgs,
+    "vtoken_norm_heads": _NormHeadsArgs,
     "vtoken_activate": _ActivateArgs,
     "vtoken_rotate_and_write": _WriteArgs,
 }
@@ -102,6 +114,27 @@ def _add_norm(
     )
     launch(_function(name), args, residual, x, weight, bias, out)
     return out
+
+
+def norm_heads(qkv: Tensor, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], each head of queries and keys replaced by its RMS norm times
+    a weight [head_dim]; returned."""
+    assert qkv.is_contiguous()
+    num_tokens, width = qkv.shape
+    head_dim = len(q_weight)
+    args = _NormHeadsArgs(
+        qkv.data_ptr(),
+        q_weight.data_ptr(),
+        k_weight.data_ptr(),
+        num_tokens,
+        width // head_dim - 2 * num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+        torch.get_num_threads(),
+    )
+    launch(_function("vtoken_norm_heads"), args, qkv, q_weight, k_weight)
+    return qkv
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -44,6 +45,10 @@ _KEY_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "max_position_embeddings": "n_positions",
     },
 }
+
+
+# Where models of text and more keep the config of the part that writes text, which is all that is run here.
+_TEXT_SECTIONS: Final = {"Gemma3ForConditionalGeneration": "text_config"}
 
 
 class ConfigSection:
@@ -92,6 +97,17 @@ class ConfigSection:
             raise self._wrong(key, "an object", value)
         return ConfigSection(self.path, value, prefix=f"{self._prefix}{key}.") if value else None
 
+    def texts(self, key: str) -> list[str] | None:
+        """A list of strings, or None when it is absent or null."""
+        value = self._values.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise self._wrong(key, "a list of strings", value)
+        return value
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values, unchecked."""
+        return dict(self._values)
+
     def is_null(self, key: str) -> bool:
         """Whether the file says null, where that differs from saying nothing."""
         return key in self._values and self._values[key] is None
@@ -99,7 +115,7 @@ class ConfigSection:
     def token_ids(self, key: str, vocab_size: int) -> frozenset[int]:
         """An id, a list of ids, or nothing; all in [0, vocab_size)."""
         value = self._values.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = _as_list(value)
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
             raise self._wrong(key, f"a token id or a list of token ids from 0 to {vocab_size - 1}", value)
         return frozenset(ids)
@@ -128,6 +144,22 @@ class CheckpointConfig(ConfigSection):
         self.architecture = self._supported_architecture()
         self._names = _KEY_NAMES.get(self.architecture, {})
         self._check_quantization()
+        self._lift_text_section()
+
+    def revised(self, *, defaults: Mapping[str, Any] | None = None, **changes: Any) -> CheckpointConfig:
+        """A copy with other values: `changes` hold whatever the file says, `defaults` where it says nothing."""
+        copied = copy(self)
+        copied._values = {**(defaults or {}), **self._values, **changes}
+        return copied
+
+    def _lift_text_section(self) -> None:
+        """Read the section that describes the language model as if it were the file."""
+        key = _TEXT_SECTIONS.get(self.architecture)
+        text = None if key is None else self.section(key)
+        if text is None:
+            return
+        stop_ids = [each for ids in (self._values, text.as_dict()) for each in _as_list(ids.get("eos_token_id"))]
+        self._values = {**self._values, **text.as_dict()} | ({"eos_token_id": stop_ids} if stop_ids else {})
 
     def _supported_architecture(self) -> str:
         found = self._values.get("architectures")
@@ -152,6 +184,10 @@ class CheckpointConfig(ConfigSection):
                 f"{self.path}: weights quantised by {method!r} cannot be served; use the unquantised checkpoint "
                 "(float32, bfloat16 or float16 safetensors) or a GGUF file"
             )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def read_config(folder: Path) -> CheckpointConfig:

@@ -27,8 +27,13 @@ class DecoderLM(CausalLM):
         self.embed_tokens = Embedding(self.spec.vocab_size, width, dtype=dtype)
         self.lm_head = Linear(width, self.spec.vocab_size, bias=False, dtype=dtype, kernels=kernels)
         self.is_tied = is_tied
+        self._dtype = dtype
         if is_tied:
             self.lm_head.weight = self.embed_tokens.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype  # not every parameter has it
 
     def logits(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.lm_head(hidden)

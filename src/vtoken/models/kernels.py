@@ -100,10 +100,24 @@ def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float)
     """
     if x is not None:
         residual += x
-    exact = residual.float()
-    mean_square = exact.pow(2).mean(dim=-1, keepdim=True)  # [T, 1]
+    return _rms_norm(residual, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    exact = x.float()
+    mean_square = exact.pow(2).mean(dim=-1, keepdim=True)
     normed = exact * torch.rsqrt(mean_square + eps)
-    return (normed.to(weight.dtype) * weight).to(residual.dtype)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
+
+
+def norm_heads(qkv: Tensor, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], each head of queries and keys replaced by its RMS norm times
+    a weight [head_dim]; returned. See `add_rms_norm`."""
+    heads = qkv.unflatten(1, (-1, len(q_weight)))
+    queries, keys = heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads]
+    for part, weight in ((queries, q_weight), (keys, k_weight)):
+        part.copy_(_rms_norm(part.contiguous(), weight, eps))
+    return qkv
 
 
 def add_layer_norm(
@@ -138,9 +152,12 @@ class Kernels:
     activate_and_mul: Callable[[Tensor, Activation], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float], Tensor]
+    norm_heads: Callable[[Tensor, int, Tensor, Tensor, float], Tensor]
 
 
-BATCH_INVARIANT = Kernels(tiled_linear, rowwise_activate, rowwise_activate_and_mul, add_rms_norm, add_layer_norm)
+BATCH_INVARIANT = Kernels(
+    tiled_linear, rowwise_activate, rowwise_activate_and_mul, add_rms_norm, add_layer_norm, norm_heads
+)
 
 
 def fast_activate(x: Tensor, activation: Activation) -> Tensor:
@@ -172,4 +189,13 @@ def fast_add_layer_norm(
     return add_layer_norm(residual, x, weight, bias, eps)
 
 
-COMPILED = Kernels(F.linear, fast_activate, fast_activate_and_mul, fast_add_rms_norm, fast_add_layer_norm)
+def fast_norm_heads(qkv: Tensor, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """`norm_heads`, compiled in float32 and torch's in other types."""
+    if qkv.dtype == torch.float32:
+        return fused.norm_heads(qkv, num_kv_heads, q_weight, k_weight, eps)
+    return norm_heads(qkv, num_kv_heads, q_weight, k_weight, eps)
+
+
+COMPILED = Kernels(
+    F.linear, fast_activate, fast_activate_and_mul, fast_add_rms_norm, fast_add_layer_norm, fast_norm_heads
+)

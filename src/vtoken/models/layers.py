@@ -89,12 +89,17 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight`, the mean square in float32 (Zhang and Sennrich, arXiv 1910.07467), behind a residual."""
+    """`x / rms(x) * weight`, the mean square in float32 (Zhang and Sennrich, arXiv 1910.07467), behind a residual.
 
-    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, kernels: Kernels) -> None:
+    `plus_one`: checkpoints hold `weight - 1`, as Gemma's do. Ours is then float32 in a model of any dtype: the sum
+    would lose digits in a narrow one, and Gemma multiplies before it rounds.
+    """
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, kernels: Kernels, plus_one: bool = False) -> None:
         super().__init__()
-        self.weight = empty_parameter(width, dtype=dtype)
+        self.weight = empty_parameter(width, dtype=torch.float32 if plus_one else dtype)
         self.eps = eps
+        self._offset = 1.0 if plus_one else 0.0
         self._add_rms_norm = kernels.add_rms_norm
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
@@ -102,6 +107,37 @@ class RMSNorm(nn.Module):
         return self._add_rms_norm(residual, x, self.weight, self.eps)
 
     __call__ = forward
+
+    def weight_map(self, name: str) -> dict[str, WeightTarget]:
+        return {f"{name}.weight": WeightTarget(self.weight, offset=self._offset)}
+
+
+class HeadNorms(nn.Module):
+    """An RMS norm for each head of queries and one for each head of keys, in place; `plus_one` as in `RMSNorm`."""
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        plus_one: bool = False,
+    ) -> None:
+        super().__init__()
+        self.q_norm = RMSNorm(head_dim, eps, dtype=dtype, kernels=kernels, plus_one=plus_one)
+        self.k_norm = RMSNorm(head_dim, eps, dtype=dtype, kernels=kernels, plus_one=plus_one)
+        self._num_kv_heads = num_kv_heads
+        self._norm_heads = kernels.norm_heads
+
+    def forward(self, qkv: Tensor) -> Tensor:  # [T, (num_heads + 2 * num_kv_heads) * head_dim], changed and returned
+        return self._norm_heads(qkv, self._num_kv_heads, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+    __call__ = forward
+
+    def weight_map(self) -> dict[str, WeightTarget]:
+        return self.q_norm.weight_map("q_norm") | self.k_norm.weight_map("k_norm")
 
 
 class LayerNorm(nn.Module):

@@ -13,6 +13,9 @@ _CLASSES: Final = {
     "MistralForCausalLM": "vtoken.models.llama:Llama",
     "GPT2LMHeadModel": "vtoken.models.gpt2:GPT2",
     "OPTForCausalLM": "vtoken.models.opt:OPT",
+    "Gemma2ForCausalLM": "vtoken.models.gemma:Gemma",
+    "Gemma3ForCausalLM": "vtoken.models.gemma:Gemma",
+    "Gemma3ForConditionalGeneration": "vtoken.models.gemma:Gemma",
 }
 
 

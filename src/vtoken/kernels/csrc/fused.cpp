@@ -33,6 +33,7 @@ inline Vec activate(Vec x) {
   return x * (x < Vec{} ? half_tail : one - half_tail);
 }
 
+// `out` may be `residual`.
 void norm_row(float* residual, const float* x, const float* weight, float* out, int64_t width, float eps) {
   Vec squares{};
   float rest = 0;
@@ -235,6 +236,27 @@ int64_t vtoken_add_layer_norm(const NormArgs* args) {
     const int64_t at = r * a.width;
     vtoken::layer_norm_row(a.residual + at, a.x ? a.x + at : nullptr, a.weight, a.bias, a.out + at, a.width, a.eps);
   }
+  return 0;
+}
+
+struct NormHeadsArgs {
+  float* qkv;             // [T, (num_heads + 2 * num_kv_heads) * head_dim]; heads of queries and keys become their norms
+  const float* q_weight;  // [head_dim]
+  const float* k_weight;  // [head_dim]
+  int64_t num_tokens, num_heads, num_kv_heads, head_dim;
+  float eps;
+  int32_t num_threads;
+};
+
+int64_t vtoken_norm_heads(const NormHeadsArgs* args) {
+  const NormHeadsArgs& a = *args;
+  const int64_t row = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim;
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_threads > 1 && a.num_tokens * row > vtoken::kWorthAThread)
+  for (int64_t t = 0; t < a.num_tokens; ++t)
+    for (int64_t h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
+      float* head = a.qkv + t * row + h * a.head_dim;
+      vtoken::norm_row(head, nullptr, h < a.num_heads ? a.q_weight : a.k_weight, head, a.head_dim, a.eps);
+    }
   return 0;
 }
 
