@@ -113,7 +113,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def norm_heads(qkv: Tensor, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
     """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], each head of queries and keys replaced by its RMS norm times
     a weight [head_dim]; returned. See `add_rms_norm`."""
-    heads = qkv.unflatten(1, (-1, len(q_weight)))
+    head_dim = len(q_weight)
+    heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
     queries, keys = heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads]
     for part, weight in ((queries, q_weight), (keys, k_weight)):
         part.copy_(_rms_norm(part.contiguous(), weight, eps))
