@@ -25,8 +25,14 @@ from transformers import (
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 BOS = 256
@@ -42,6 +48,24 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def long_rope(num_frequencies: int, original: int = 64) -> dict[str, Any]:
+    """Factors of which no two are alike."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(num_frequencies)],
+        "long_factor": [1.5 + 0.9 * i for i in range(num_frequencies)],
+        "original_max_position_embeddings": original,
+    }
 
 
 def save_llama(
@@ -104,6 +128,7 @@ def save_mistral(
     max_position_embeddings: int = 512,
     sliding_window: int | None = 8,
     tied: bool = False,
+    rope: dict[str, Any] | None = None,
     eos_token_id: int | list[int] | None = None,
     bos_token_id: int | None = None,
     max_shard_size: str = "1GB",
@@ -120,6 +145,7 @@ def save_mistral(
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         sliding_window=sliding_window,
+        rope_parameters=dict(rope) if rope else None,
         tie_word_embeddings=tied,
         eos_token_id=eos_token_id,
         bos_token_id=bos_token_id,
@@ -230,6 +256,45 @@ def _gemma(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     chosen = {name: changes.pop(name, default) for name, default in arguments.items()}
     return chosen, config | changes
+
+
+def save_qwen2(
+    folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", tokenizer: bool = False, **config: Any
+) -> Path:
+    """Write a `Qwen2ForCausalLM` checkpoint to `folder` and return it. `config` has transformers' names and wins over
+    sizes as `save_llama` has them. To a tokenizer beside this model transformers adds a token of its own."""
+    config = ({"vocab_size": VOCAB_SIZE + 1} if tokenizer else {}) | config
+    return _save(Qwen2ForCausalLM(Qwen2Config(**_SIZES | config)), folder, seed, max_shard_size, tokenizer)
+
+
+def save_qwen3(
+    folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", tokenizer: bool = False, **config: Any
+) -> Path:
+    """Write a `Qwen3ForCausalLM` checkpoint to `folder` and return it; else as `save_qwen2`."""
+    model = Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"head_dim": 24} | config))
+    return _save(model, folder, seed, max_shard_size, tokenizer)
+
+
+def save_phi3(
+    folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", tokenizer: bool = False, **config: Any
+) -> Path:
+    """Write a `Phi3ForCausalLM` checkpoint to `folder` and return it; else as `save_qwen2`."""
+    own = {"pad_token_id": None, "original_max_position_embeddings": config.get("max_position_embeddings", 512)}
+    model = Phi3ForCausalLM(Phi3Config(**_SIZES | own | config))
+    return _save(model, folder, seed, max_shard_size, tokenizer)
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 
 
 def save_tokenizer(folder: Path) -> Path:

@@ -12,12 +12,16 @@ from tests.models.dense import dense_causal
 from tests.tiny_models import (
     LLAMA3_ROPE,
     VOCAB_SIZE,
+    YARN_ROPE,
     save_gemma2,
     save_gemma3,
     save_gpt2,
     save_llama,
     save_mistral,
     save_opt,
+    save_phi3,
+    save_qwen2,
+    save_qwen3,
 )
 from vtoken.models.loader import load_model
 
@@ -36,6 +40,13 @@ FAMILIES = {
     ),
     "gemma2": lambda folder: save_gemma2(folder, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3": lambda folder: save_gemma3(folder, final_logit_softcapping=3.0),
+    "qwen2, window of one layer": lambda folder: save_qwen2(
+        folder, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3, yarn": lambda folder: save_qwen3(folder, rope_parameters=YARN_ROPE, tie_word_embeddings=True),
+    "phi3, part of a head": lambda folder: save_phi3(
+        folder, sliding_window=9, rope_parameters={"rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
+    ),
 }
 
 MEMORIES = {

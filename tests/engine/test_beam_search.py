@@ -187,9 +187,9 @@ def test_in_one_call(folder: Path) -> None:
         assert [c.token_ids for c in output.outputs] == [c.token_ids for c in same.outputs]
         assert len(llm.beam_search(PROMPTS[0], 3, use_tqdm=False)[0].outputs) == 3
         with pytest.raises(
-            RequestError, match="^use_beam_search: 70 beams are more than this model's vocabulary allows"
+            RequestError, match="^use_beam_search: [0-9]+ beams are more than this model's vocabulary allows"
         ):
-            llm.beam_search(PROMPTS[0], 70, use_tqdm=False)
+            llm.beam_search(PROMPTS[0], VOCAB_SIZE, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -72,15 +72,6 @@ class TestOnePass:
             lone = norm(ours, None, weight, bias, 1e-5)
             torch.testing.assert_close(lone, expected, atol=1e-5, rtol=1e-5)
 
-    def test_norm_of_heads(self, rows: int, width: int) -> None:
-        qkv, weights = random(rows, (3 + 2 * 2) * width), (random(width, seed=1), random(width, seed=2))
-        q, k, v = qkv.view(rows, 7, width).split((3, 2, 2), dim=1)
-        q, k = (F.rms_norm(x, (width,), weight, 1e-6) for x, weight in zip((q, k), weights, strict=True))
-        expected = torch.cat((q, k, v), dim=1).flatten(1)
-        for norm_in_place in (fused.norm_heads, norm_heads):
-            found = norm_in_place(qkv.clone(), 2, *weights, 1e-6)
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
     @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
     def test_activations(self, activation: fused.Activation, rows: int, width: int) -> None:
         x, up = 6 * random(rows, width), random(rows, width, seed=1)
@@ -94,13 +85,32 @@ class TestOnePass:
         operations: list[Callable[[Tensor], Tensor]] = [
             lambda x: fused.add_rms_norm(x, None, weight, 1e-6),
             lambda x: fused.add_layer_norm(x, None, weight, weight, 1e-6),
-            lambda x: fused.norm_heads(x.repeat(1, 2), 1, weight, weight, 1e-6),
             *(partial(fused.activate_and_mul, activation=activation) for activation in fused.ACTIVATIONS),
             *(partial(fused.activate, activation=activation) for activation in fused.ACTIVATIONS),
         ]
         for operation in operations:
             together = operation(x.clone())
             assert all(torch.equal(together[i : i + 1], operation(row[None].clone())) for i, row in enumerate(x))
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (9, 3)], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 33, 128])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 70])
+def test_norms_of_heads(num_tokens: int, head_dim: int, heads: tuple[int, int]) -> None:
+    """Queries and keys each by themselves, values left alone; as torch, and a token as it is alone."""
+    num_heads, num_kv_heads = heads
+    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    q_weight, k_weight = random(head_dim, seed=1), random(head_dim, seed=2)
+    plain = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = plain.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    normed = [F.rms_norm(part, (head_dim,), weight, 1e-5) for part, weight in ((q, q_weight), (k, k_weight))]
+    expected = torch.cat([*normed, v], dim=1).flatten(1)
+    for norm in (fused.norm_heads, norm_heads):
+        found = norm(qkv.clone(), q_weight, k_weight, num_kv_heads, 1e-5)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        for i, row in enumerate(qkv):
+            assert torch.equal(norm(row[None].clone(), q_weight, k_weight, num_kv_heads, 1e-5)[0], found[i])
 
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, -torch.inf, 1e38, -100.0, 100.0, 1e-40])

@@ -135,6 +135,16 @@ def test_the_empty_salt_is_a_tenant_too() -> None:
     assert "secret" not in repr(vars(BlockHashes(4, "secret"))), "a salt is not kept"
 
 
+def test_texts_that_turn_by_other_lengths_never_share() -> None:
+    keys = set()
+    for salt in (None, "", "rope length 40"):
+        for length in (None, 40, 41, 80):
+            hashes = BlockHashes(4, salt, length)
+            hashes.extend(text(8), 8)
+            keys |= set(hashes.copy().keys)
+    assert len(keys) == 2 * 3 * 4
+
+
 def test_u81_with_equal_hashes_the_tokens_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "chain_hash", lambda parent, tokens: b"always the same")
     books = BooksDriver()

@@ -22,10 +22,16 @@ def split_heads(spec: ModelSpec, qkv: Tensor, rotation: Rotation | None) -> tupl
     return (q, k, v) if rotation is None else (rotation(q), rotation(k), v)
 
 
-def dense_causal(model: CausalLM, num_tokens: int, died_at: Mapping[int, int] | None = None) -> Attend:
+def dense_causal(
+    model: CausalLM, num_tokens: int, died_at: Mapping[int, int] | None = None, total: int | None = None
+) -> Attend:
     """Attend for tokens at positions 0, 1, ... of one sequence. A key that died at a length of the text is hidden from
-    the queries at that position and after it."""
-    spec, rotations = model.spec, model.rotations(torch.arange(num_tokens))
+    the queries at that position and after it. `total` is what the text may come to, if that is more."""
+    spec, positions = model.spec, torch.arange(num_tokens)
+    lengths = (
+        None if spec.rope_lengths is None else torch.full_like(positions, spec.rope_lengths.of(total or num_tokens))
+    )
+    rotations = model.rotations(positions, lengths)
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
         facts = spec.layers[layer]

@@ -19,6 +19,10 @@ _LAYER_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -29,7 +33,7 @@ _LAYER_NAMES = {
 def save_gguf(
     checkpoint: Path, path: Path, *, architecture: str = "llama", extra: Callable[[GGUFWriter], object] | None = None
 ) -> Path:
-    """Write a Llama checkpoint with the byte-level vocabulary as float32 GGUF; `extra` may add keys and tensors."""
+    """Write a checkpoint with the byte-level vocabulary as float32 GGUF; `extra` may add keys and tensors."""
     config = AutoConfig.from_pretrained(checkpoint)
     writer = GGUFWriter(path, architecture)
     writer.add_name("tiny")
@@ -39,7 +43,8 @@ def save_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
@@ -52,9 +57,9 @@ def save_gguf(
     if extra:
         extra(writer)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        if name.endswith("q_proj.weight"):
+        if architecture == "llama" and name.endswith("q_proj.weight"):
             tensor = _interleave(tensor, config.num_attention_heads)
-        elif name.endswith("k_proj.weight"):
+        elif architecture == "llama" and name.endswith("k_proj.weight"):
             tensor = _interleave(tensor, config.num_key_value_heads)
         writer.add_tensor(_gguf_name(name), tensor.numpy())
     writer.write_header_to_file()
@@ -67,7 +72,8 @@ def save_gguf(
 def _gguf_name(name: str) -> str:
     if name.startswith("model.layers."):
         _, _, layer, rest = name.split(".", 3)
-        return f"blk.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+        part, kind = rest.rsplit(".", 1)
+        return f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}"
     tops = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     return tops[name.removesuffix(".weight")] + ".weight"
 

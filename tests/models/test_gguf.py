@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tests.models.gguf_files import save_gguf
-from tests.tiny_models import BOS, EOS, save_llama
+from tests.tiny_models import BOS, EOS, save_llama, save_phi3, save_qwen2, save_qwen3
 from vtoken.base.errors import CheckpointError
 from vtoken.models import gguf
 from vtoken.models.gguf import convert_gguf
@@ -55,6 +58,29 @@ def test_a_converted_file_is_the_model_it_came_from(
     assert (folder / "config.json").stat().st_mode & 0o777 == (folder / "model.safetensors").stat().st_mode & 0o777
 
 
+def add_window_and_padding(writer: GGUFWriter) -> None:
+    writer.add_sliding_window(7)
+    writer.add_pad_token_id(EOS)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "phi3"])
+def test_other_families_come_through(architecture: str, tmp_path: Path) -> None:
+    save, extra = {
+        "qwen2": (save_qwen2, None),
+        "qwen3": (partial(save_qwen3, head_dim=128), None),
+        "phi3": (partial(save_phi3, sliding_window=7), add_window_and_padding),
+    }[architecture]
+    original = save(tmp_path / "original", vocab_size=VOCAB_SIZE)
+    folder = convert_gguf(save_gguf(original, tmp_path / "tiny.gguf", architecture=architecture, extra=extra))
+    stored, expected = load_file(folder / "model.safetensors"), load_file(original / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(stored[name], tensor), name
+    found, wanted = load_model(folder).spec, load_model(original).spec
+    assert replace(found, eos_token_ids=frozenset(), bos_token_id=None) == wanted
+    assert (found.eos_token_ids, found.bos_token_id) == ({EOS}, BOS)
+
+
 def test_a_file_is_converted_again_only_when_it_changed(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,17 +119,24 @@ def test_what_is_no_gguf_is_refused_at_once(content: bytes, tmp_path: Path, cach
     assert list((cache / "gguf").iterdir()) == []
 
 
-def add_rope_factors(writer: GGUFWriter) -> None:
-    writer.add_tensor("rope_freqs.weight", np.full(8, 8.0, dtype=np.float32))
+def add_rope_factors(name: str) -> Callable[[GGUFWriter], object]:
+    return lambda writer: writer.add_tensor(name, np.full(8, 8.0, dtype=np.float32))
+
+
+def add_part_of_a_head(writer: GGUFWriter) -> None:
+    for key, value in {"rope.dimension_count": 12, "attention.head_count": 4, "embedding_length": 64}.items():
+        writer.add_uint32(f"phi3.{key}", value)
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         (lambda writer: writer.add_rope_scaling_type(RopeScalingType.YARN), "rope scaling 'yarn' in GGUF files"),
-        (add_rope_factors, r"rope frequency factors \(Llama 3\.1\) in GGUF files"),
+        (add_rope_factors("rope_freqs.weight"), r"rope frequency factors \(Llama 3\.1, long Phi\) in GGUF files"),
+        (add_rope_factors("rope_factors_long.weight"), r"rope frequency factors .* in GGUF files"),
+        (add_part_of_a_head, "rope of part of a head .* in GGUF files"),
     ],
-    ids=["yarn", "llama3"],
+    ids=["yarn", "llama3", "longrope", "partial"],
 )
 def test_scaled_rope_is_refused(extra: object, message: str, tmp_path: Path) -> None:
     """transformers would read these files and leave the scaling out."""
@@ -115,8 +148,10 @@ def test_scaled_rope_is_refused(extra: object, message: str, tmp_path: Path) -> 
 
 def test_other_architectures_are_refused_before_the_weights(tmp_path: Path) -> None:
     checkpoint = save_llama(tmp_path / "original", vocab_size=VOCAB_SIZE)
-    path = save_gguf(checkpoint, tmp_path / "tiny.gguf", architecture="phi3")
-    with pytest.raises(CheckpointError, match="architecture Phi3ForCausalLM is not supported; supported are Llama"):
+    path = save_gguf(checkpoint, tmp_path / "tiny.gguf", architecture="starcoder2")
+    with pytest.raises(
+        CheckpointError, match="architecture Starcoder2ForCausalLM is not supported; supported are Llama"
+    ):
         convert(path, tmp_path)
 
 

@@ -17,6 +17,7 @@ from vtoken.kernels.fused import ACTIVATIONS
 from vtoken.models.kernels import (
     BATCH_INVARIANT,
     even_tile_rows,
+    norm_heads,
     rowwise_activate,
     rowwise_activate_and_mul,
     soft_cap,
@@ -161,6 +162,13 @@ def test_a_float32_weight_multiplies_before_narrow_rounding() -> None:
     x, weight = random(4, 64, dtype=torch.bfloat16), 1 + random(64, seed=1) / 100
     expected = F.rms_norm(x.float(), (64,), weight, 1e-6).bfloat16()
     assert torch.equal(BATCH_INVARIANT.add_rms_norm(x, None, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [2, 10, 64, 128])
+def test_rows_with_normed_heads_stand_alone(head_dim: int, dtype: torch.dtype) -> None:
+    q_weight, k_weight = (random(head_dim, seed=seed).to(dtype) for seed in (1, 2))
+    assert_rows_stand_alone(lambda x: norm_heads(x.clone(), q_weight, k_weight, 2, 1e-6), 7 * head_dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.driving import Driver, evict_scattered, tokens
 from vtoken.base.clock import ManualClock
+from vtoken.base.rope_lengths import RopeLengths
 from vtoken.memory import bits
 from vtoken.policies.h2o import H2O
 from vtoken.policies.statistics import Sum
@@ -172,6 +173,44 @@ def in_a_plan(plan: StepPlan, visit: Callable[[np.ndarray], object]) -> None:
         for value in vars(owner).values():
             if isinstance(value, np.ndarray):
                 visit(value)
+
+
+def test_slices_say_what_their_sequences_turn_by() -> None:
+    """Prompt and `max_tokens`, as clamped; the same in every chunk, for every choice and after a preemption."""
+    driver = Driver(
+        block_size=4,
+        num_blocks=24,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        max_model_len=60,
+        kv={"rope_lengths": RopeLengths(20)},
+        keep_plans=True,
+    )
+    totals = {1: (10, 10), 2: (10, 11), 3: (30, 9), 4: (18, 1000)}
+    requests = [driver.add(tokens(prompt, key), new, seed=key) for key, (prompt, new) in totals.items()]
+    requests.append(driver.add(tokens(10, 5), 30, n=2, seed=5))
+    driver.run()
+    expected = [20, 21, 39, 60, 40]
+    assert [request.rope_length for request in requests] == expected
+    assert driver.counters.preemptions > 0
+    seen = set()
+    for plan in driver.plans:
+        assert plan.rope_lengths is not None
+        assert plan.rope_lengths.shape == (plan.num_slices,)
+        for s in range(plan.num_slices):
+            first, length = int(plan.positions[plan.starts[s]]), int(plan.rope_lengths[s])
+            if first < 10:
+                which = [tokens(10, key)[first] for key in (1, 2, 3, 4, 5)].index(int(plan.token_ids[plan.starts[s]]))
+                assert length == expected[which]
+            seen.add(length)
+    assert seen == set(expected)
+
+
+def test_models_that_turn_all_alike_cost_nothing() -> None:
+    driver = Driver(block_size=4, num_blocks=8)
+    request = driver.add(tokens(10, 1), 4)
+    assert request.rope_length is None
+    assert next_plan(driver).rope_lengths is None
 
 
 def test_plans_are_snapshots() -> None:

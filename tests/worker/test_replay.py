@@ -15,7 +15,15 @@ from torch import Tensor
 
 from tests.engine.recorded import Demand, record, scattered
 from tests.plans import Lane, Slice, make_plan
-from tests.tiny_models import save_gemma2, save_gemma3, save_gpt2, save_llama, save_mistral, save_opt
+from tests.tiny_models import (
+    save_gemma2,
+    save_gemma3,
+    save_gpt2,
+    save_llama,
+    save_mistral,
+    save_opt,
+    save_qwen3,
+)
 from vtoken.attention.rotation import Rotation
 from vtoken.executor.local import LocalExecutor
 from vtoken.kernels import fused
@@ -34,6 +42,7 @@ BLOCK_SIZE = 4
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": save_llama,
     "window": lambda folder: save_mistral(folder, sliding_window=9),
+    "norms of heads": save_qwen3,
     "gpt2": save_gpt2,
     "opt": save_opt,
     "opt, norms last": lambda folder: save_opt(folder, do_layer_norm_before=False, word_embed_proj_dim=24),

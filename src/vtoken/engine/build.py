@@ -89,6 +89,7 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         kv_copies=config.kv_copies,
         on_pressure=config.on_pressure,
         admission_evicts=config.admission_evicts,
+        rope_lengths=spec.rope_lengths,
     )
     block_bytes = shape.bytes_per_block(config.block_size)
     costs = _measure_costs(model, executor, block_bytes, config.block_size) if config.preemption == "auto" else None

@@ -29,12 +29,12 @@ class _NormArgs(Structure):
     )
 
 
-class _NormHeadsArgs(Structure):
-    """`NormHeadsArgs` of fused.cpp."""
+class _HeadNormArgs(Structure):
+    """`HeadNormArgs` of fused.cpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "q_weight", "k_weight")),
-        *((name, c_int64) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("num_tokens", "row_heads", "num_heads", "num_kv_heads", "head_dim")),
         ("eps", c_float),
         ("num_threads", c_int32),
     )
@@ -69,7 +69,7 @@ class _WriteArgs(Structure):
 _SIGNATURES: Final[dict[str, type[Structure]]] = {
     "vtoken_add_rms_norm": _NormArgs,
     "vtoken_add_layer_norm": _NormArgs,
-    "vtoken_norm_heads": _NormHeadsArgs,
+    "vtoken_norm_heads": _HeadNormArgs,
     "vtoken_activate": _ActivateArgs,
     "vtoken_rotate_and_write": _WriteArgs,
 }
@@ -116,18 +116,19 @@ def _add_norm(
     return out
 
 
-def norm_heads(qkv: Tensor, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
-    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], each head of queries and keys replaced by its RMS norm times
-    a weight [head_dim]; returned."""
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
+    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] with each query and key normed, in place."""
     assert qkv.is_contiguous()
     num_tokens, width = qkv.shape
     head_dim = len(q_weight)
-    args = _NormHeadsArgs(
+    row_heads = width // head_dim
+    args = _HeadNormArgs(
         qkv.data_ptr(),
         q_weight.data_ptr(),
         k_weight.data_ptr(),
         num_tokens,
-        width // head_dim - 2 * num_kv_heads,
+        row_heads,
+        row_heads - 2 * num_kv_heads,
         num_kv_heads,
         head_dim,
         eps,

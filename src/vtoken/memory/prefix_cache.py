@@ -23,13 +23,16 @@ class BlockHashes:
     """The chained hashes of a text's full blocks, made once and extended as the text grows.
 
     `salt` separates tenants: texts with different salts never share blocks. It is hashed at once and not kept.
+    `rope_length` separates texts whose keys are turned differently.
     """
 
-    def __init__(self, block_size: int, salt: str | None = None) -> None:
+    def __init__(self, block_size: int, salt: str | None = None, rope_length: int | None = None) -> None:
         self.block_size = block_size
         self.keys: list[bytes] = []
         self.tokens: list[bytes] = []  # of each block, to compare on a match
         self._root = chain_hash(b"", b"" if salt is None else b"salt" + salt.encode())
+        if rope_length is not None:
+            self._root = chain_hash(self._root, b"rope length %d" % rope_length)
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -16,6 +16,7 @@ from vtoken.base.errors import CheckpointError
 from vtoken.base.validation import shorten
 from vtoken.models.json_object import read_json_object
 from vtoken.models.registry import supported_architectures
+from vtoken.models.rope_scaling import RopeParameters
 from vtoken.models.spec import AttentionSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,11 @@ _MAX_LAYERS: Final = 1_000
 _MIN_NUMBER: Final = 1e-12
 _MAX_NUMBER: Final = 1e12
 
-# What transformers takes for a window that the config does not mention; None in the file means no window.
-_DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096}
+# What transformers takes for a key that the config does not mention. A window of null in the file is none.
+_DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096, "Phi3ForCausalLM": 0}
+_DEFAULT_HEAD_DIMS: Final = {"Qwen3ForCausalLM": 128}
+# Architectures whose windows have a switch of their own.
+_SWITCHED_WINDOWS: Final = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 # What an architecture calls a key that the others agree on.
@@ -63,20 +67,29 @@ class ConfigSection:
         self._prefix = prefix
         self._names: Mapping[str, str] = {}  # usual key -> the file's
 
-    def integer(self, key: str, default: int = _REQUIRED, maximum: int = _MAX_INTEGER) -> int:
+    def integer(self, key: str, default: int = _REQUIRED, maximum: int = _MAX_INTEGER, minimum: int = 1) -> int:
         value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
-            raise self._wrong(key, f"an integer from 1 to {maximum}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self._wrong(key, f"an integer from {minimum} to {maximum}", value)
         return value
 
     def number(
         self, key: str, default: float = _REQUIRED, minimum: float = _MIN_NUMBER, maximum: float = _MAX_NUMBER
     ) -> float:
-        """A finite number above zero; all those we read are."""
+        """A finite number, above zero unless `minimum` says else."""
         value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+        if not _is_number(value, minimum, maximum):
             raise self._wrong(key, f"a number from {minimum:g} to {maximum:g}", value)
         return float(value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of so many numbers above zero."""
+        value = self._read(key, _REQUIRED)
+        if not isinstance(value, list) or not all(_is_number(each, _MIN_NUMBER, _MAX_NUMBER) for each in value):
+            raise self._wrong(key, f"a list of numbers from {_MIN_NUMBER:g} to {_MAX_NUMBER:g}", value)
+        if len(value) != count:
+            raise self._wrong(key, f"a list of {count} numbers", f"{len(value)} of them")
+        return tuple(map(float, value))
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._read(key, default)
@@ -135,6 +148,10 @@ class ConfigSection:
         return CheckpointError(f"{self.path}: {self._full_name(key)!r} must be {expected}, found {shorten(found)}")
 
 
+def _is_number(value: object, minimum: float, maximum: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
 class CheckpointConfig(ConfigSection):
     """The `config.json` of a folder, of an architecture that we have."""
 
@@ -160,6 +177,15 @@ class CheckpointConfig(ConfigSection):
             return
         stop_ids = [each for ids in (self._values, text.as_dict()) for each in _as_list(ids.get("eos_token_id"))]
         self._values = {**self._values, **text.as_dict()} | ({"eos_token_id": stop_ids} if stop_ids else {})
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head. Not every model has `hidden_size` / heads, and not every one says so."""
+        default = _DEFAULT_HEAD_DIMS.get(self.architecture)
+        if default is None:
+            heads = self.integer("num_attention_heads", maximum=_MAX_WIDTH)
+            default = self.integer("hidden_size", maximum=_MAX_WIDTH) // heads
+        return self.integer("head_dim", default=default, maximum=_MAX_WIDTH)
 
     def _supported_architecture(self) -> str:
         found = self._values.get("architectures")
@@ -223,7 +249,7 @@ def read_model_spec(config: CheckpointConfig, *, is_rotary: bool = True) -> Mode
             f"{config.path}: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
             f"({num_kv_heads})"
         )
-    head_dim = config.integer("head_dim", default=hidden_size // num_heads, maximum=_MAX_WIDTH)
+    head_dim = config.head_dim
     if is_rotary and head_dim % 2:
         raise CheckpointError(f"{config.path}: rotary embedding needs an even head_dim, found {head_dim}")
     if not is_rotary and (num_kv_heads, num_heads * head_dim) != (num_heads, hidden_size):
@@ -233,7 +259,7 @@ def read_model_spec(config: CheckpointConfig, *, is_rotary: bool = True) -> Mode
         )
     num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     vocab_size = config.integer("vocab_size")
-    attention = AttentionSpec(scale=head_dim**-0.5, window=_sliding_window(config), rotation=0 if is_rotary else None)
+    rope = RopeParameters.from_config(config)
     return ModelSpec(
         architecture=config.architecture,
         vocab_size=vocab_size,
@@ -242,19 +268,45 @@ def read_model_spec(config: CheckpointConfig, *, is_rotary: bool = True) -> Mode
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=config.integer("max_position_embeddings"),
-        layers=(attention,) * num_layers,
+        max_position_embeddings=rope.reach(config.integer("max_position_embeddings")),
+        layers=tuple(
+            AttentionSpec(head_dim**-0.5, window, rotation=0 if is_rotary else None)
+            for window in _sliding_windows(config, num_layers)
+        ),
         eos_token_ids=config.token_ids("eos_token_id", vocab_size)
         | _generation_eos_token_ids(config.folder, vocab_size),
         bos_token_id=min(config.token_ids("bos_token_id", vocab_size), default=None),
+        rope_lengths=rope.lengths,
     )
 
 
-def _sliding_window(config: CheckpointConfig) -> int | None:
-    default = _DEFAULT_WINDOWS.get(config.architecture)
-    if default is None or config.is_null("sliding_window"):
-        return None
-    return config.integer("sliding_window", default=default)
+def _sliding_windows(config: CheckpointConfig, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; None = a layer that sees everything."""
+    if config.architecture in _SWITCHED_WINDOWS:
+        return _switched_windows(config, num_layers)
+    window = None
+    if config.architecture in _DEFAULT_WINDOWS and not config.is_null("sliding_window"):
+        window = config.integer("sliding_window", default=_DEFAULT_WINDOWS[config.architecture])
+    return (window,) * num_layers
+
+
+def _switched_windows(config: CheckpointConfig, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen's way: a switch, and the layers from `max_window_layers` on, unless `layer_types` names each."""
+    window = None
+    if config.flag("use_sliding_window", default=False) and not config.is_null("sliding_window"):
+        window = config.integer("sliding_window", default=4096)
+    types = config.texts("layer_types")
+    if types is None:
+        first = config.integer("max_window_layers", default=28, minimum=0)
+        return tuple(window if i >= first else None for i in range(num_layers))
+    known = ("full_attention", "sliding_attention") if window else ("full_attention",)
+    if len(types) != num_layers or not set(types) <= set(known):
+        without = "" if window else ", since no sliding window is switched on (use_sliding_window, sliding_window)"
+        raise CheckpointError(
+            f"{config.path}: 'layer_types' must name {' or '.join(known)} for each of {num_layers} layers{without}, "
+            f"found {shorten(types)}"
+        )
+    return tuple(window if each == "sliding_attention" else None for each in types)
 
 
 def _generation_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:

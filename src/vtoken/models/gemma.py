@@ -14,7 +14,7 @@ from vtoken.models.config import CheckpointConfig
 from vtoken.models.decoder import DecoderLM
 from vtoken.models.gemma_config import GemmaConfig, read_gemma_config
 from vtoken.models.kernels import BATCH_INVARIANT, Kernels, soft_cap
-from vtoken.models.layers import GatedMLP, HeadNorms, RMSNorm
+from vtoken.models.layers import GatedMLP, RMSNorm
 from vtoken.models.llama import LlamaAttention
 from vtoken.models.rope import RotaryEmbedding
 
@@ -27,17 +27,10 @@ class GemmaLayer(nn.Module):
         config, spec = gemma.config, gemma.spec
 
         def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, gemma.norm_eps, dtype=dtype, kernels=kernels, plus_one=True)
+            return RMSNorm(spec.hidden_size, gemma.build.norm_eps, dtype=dtype, kernels=kernels, plus_one=True)
 
         self.input_layernorm = norm()
-        self.self_attn = LlamaAttention(
-            spec, layer, bias=config.flag("attention_bias", default=False), dtype=dtype, kernels=kernels
-        )
-        self.head_norms = (
-            HeadNorms(spec.num_kv_heads, spec.head_dim, gemma.norm_eps, dtype=dtype, kernels=kernels, plus_one=True)
-            if gemma.has_head_norms
-            else None
-        )
+        self.self_attn = LlamaAttention(gemma.build, spec, layer, dtype=dtype, kernels=kernels)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
         self.mlp = GatedMLP(
@@ -52,30 +45,21 @@ class GemmaLayer(nn.Module):
 
     def forward(self, residual: Tensor, x: Tensor | None, attend: Attend) -> Tensor:
         """Add x, what the layer before returned, to the residual; return what is to be added next. [T, hidden] each."""
-        attended = self._attend(self.input_layernorm(residual, x), attend)
+        attended = self.self_attn(self.input_layernorm(residual, x), attend)
         x = self.pre_feedforward_layernorm(residual, self.post_attention_layernorm(attended))
         return self.post_feedforward_layernorm(self.mlp(x))
 
     __call__ = forward
 
-    def _attend(self, x: Tensor, attend: Attend) -> Tensor:
-        qkv: Tensor = self.self_attn.qkv_proj(x)
-        if self.head_norms is not None:
-            qkv = self.head_norms(qkv)
-        return self.self_attn.o_proj(attend(self.self_attn.layer, qkv))
-
     def weight_map(self, prefix: str) -> dict[str, WeightTarget]:
-        targets = {
+        return {
             **self.input_layernorm.weight_map(f"{prefix}.input_layernorm"),
             **self.post_attention_layernorm.weight_map(f"{prefix}.post_attention_layernorm"),
             **self.pre_feedforward_layernorm.weight_map(f"{prefix}.pre_feedforward_layernorm"),
             **self.post_feedforward_layernorm.weight_map(f"{prefix}.post_feedforward_layernorm"),
+            **{f"{prefix}.self_attn.{name}": target for name, target in self.self_attn.weight_map().items()},
             **{f"{prefix}.mlp.{name}": target for name, target in self.mlp.weight_map().items()},
         }
-        attention = self.self_attn.weight_map()
-        if self.head_norms is not None:
-            attention |= self.head_norms.weight_map()
-        return targets | {f"{prefix}.self_attn.{name}": target for name, target in attention.items()}
 
 
 class Gemma(DecoderLM):
@@ -93,7 +77,7 @@ class Gemma(DecoderLM):
         self._embedding_scale = torch.tensor(spec.hidden_size**0.5, dtype=dtype, device="cpu").item()
         self._logit_cap = gemma.logit_cap
         self.layers = nn.ModuleList(GemmaLayer(gemma, i, dtype, kernels) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, gemma.norm_eps, dtype=dtype, kernels=kernels, plus_one=True)
+        self.norm = RMSNorm(spec.hidden_size, gemma.build.norm_eps, dtype=dtype, kernels=kernels, plus_one=True)
         self.rotaries = nn.ModuleList(
             RotaryEmbedding(rope, spec.head_dim, max_positions=spec.max_position_embeddings) for rope in gemma.ropes
         )
@@ -102,7 +86,7 @@ class Gemma(DecoderLM):
         return self.embed_tokens(token_ids).mul_(self._embedding_scale)
 
     def rotations(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
-        return tuple(rotary(positions) for rotary in self.rotaries)
+        return tuple(rotary(positions, lengths) for rotary in self.rotaries)
 
     def decode(self, x: Tensor, attend: Attend) -> Tensor:
         residual, added = x, None

@@ -9,7 +9,8 @@ from vtoken.attention.spec import AttentionSpec
 from vtoken.base.errors import CheckpointError
 from vtoken.base.validation import shorten
 from vtoken.models.config import CheckpointConfig, read_model_spec
-from vtoken.models.rope import RopeParameters
+from vtoken.models.llama import Build, read_norm_eps
+from vtoken.models.rope_scaling import RopeParameters
 from vtoken.models.spec import ModelSpec
 
 # Google's own files leave out what agrees with these.
@@ -46,9 +47,8 @@ class GemmaConfig:
     config: CheckpointConfig  # with the defaults filled in
     spec: ModelSpec
     ropes: tuple[RopeParameters, ...]  # by the numbers in `AttentionSpec.rotation`
-    norm_eps: float
+    build: Build  # of the layers' attention
     logit_cap: float | None
-    has_head_norms: bool
     is_tied: bool
 
 
@@ -81,9 +81,14 @@ def read_gemma_config(config: CheckpointConfig) -> GemmaConfig:
         config,
         replace(spec, layers=tuple(windowed if each == _SLIDING else attention for each in types)),
         ropes=tuple(RopeParameters.from_config(each) for each in by_type.values()),
-        norm_eps=config.number("rms_norm_eps", default=1e-6, maximum=1.0),
+        build=Build(
+            qkv_bias=config.flag("attention_bias", default=False),
+            o_bias=config.flag("attention_bias", default=False),
+            norms_heads=not is_gemma2,
+            plus_one=True,
+            norm_eps=read_norm_eps(config),
+        ),
         logit_cap=_cap(config, "final_logit_softcapping"),
-        has_head_norms=not is_gemma2,
         is_tied=config.flag("tie_word_embeddings", default=True),
     )
 

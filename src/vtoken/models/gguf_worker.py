@@ -21,7 +21,8 @@ from vtoken.models.shards import SINGLE_NAME
 
 def convert(path: Path, folder: Path) -> None:
     """Decode `path` with transformers and save it as a plain checkpoint."""
-    _check_rope(_read(path))
+    reader = _read(path)
+    _check_rope(reader)
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     _check_config(AutoConfig.from_pretrained(**source))
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -29,6 +30,8 @@ def convert(path: Path, folder: Path) -> None:
     # A note on where the weights came from, which makes save_pretrained refuse; they are plain float32 by now.
     del config.quantization_config
     config.architectures = [type(model).__name__]
+    if config.model_type == "phi3":  # which transformers forgets
+        config.sliding_window = _number(reader, "phi3.attention.sliding_window") or None
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
@@ -55,8 +58,21 @@ def _check_rope(reader: GGUFReader) -> None:
     for name, field in reader.fields.items():
         if name.endswith(".rope.scaling.type") and field.contents() != "none":
             raise CheckpointError(f"rope scaling {field.contents()!r} in GGUF files is not supported; use safetensors")
-    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
-        raise CheckpointError("rope frequency factors (Llama 3.1) in GGUF files are not supported; use safetensors")
+    for tensor in reader.tensors:
+        if tensor.name.startswith(("rope_freqs.", "rope_factors_")):
+            raise CheckpointError(
+                "rope frequency factors (Llama 3.1, long Phi) in GGUF files are not supported; use safetensors"
+            )
+    turning = _number(reader, "phi3.rope.dimension_count")
+    heads = _number(reader, "phi3.attention.head_count")
+    if turning and heads and turning * heads != _number(reader, "phi3.embedding_length"):
+        raise CheckpointError("rope of part of a head (Phi-4-mini) in GGUF files is not supported; use safetensors")
+
+
+def _number(reader: GGUFReader, key: str) -> int:
+    """0 where the file has no such key."""
+    field = reader.fields.get(key)
+    return 0 if field is None else int(field.contents())
 
 
 def _check_config(config: PreTrainedConfig) -> None:

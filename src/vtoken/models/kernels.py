@@ -110,12 +110,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
-def norm_heads(qkv: Tensor, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
-    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], each head of queries and keys replaced by its RMS norm times
-    a weight [head_dim]; returned. See `add_rms_norm`."""
-    head_dim = len(q_weight)
-    heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
-    queries, keys = heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads]
+def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
+    """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] with each query and key divided by its root mean square and
+    multiplied by a weight [head_dim], in place. Heads are rows of their own, see `add_rms_norm`."""
+    heads = qkv.view(len(qkv), qkv.shape[1] // len(q_weight), len(q_weight))
+    queries, keys, _ = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     for part, weight in ((queries, q_weight), (keys, k_weight)):
         part.copy_(_rms_norm(part.contiguous(), weight, eps))
     return qkv
@@ -153,7 +152,7 @@ class Kernels:
     activate_and_mul: Callable[[Tensor, Activation], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float], Tensor]
-    norm_heads: Callable[[Tensor, int, Tensor, Tensor, float], Tensor]
+    norm_heads: Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
 
 BATCH_INVARIANT = Kernels(
@@ -190,11 +189,10 @@ def fast_add_layer_norm(
     return add_layer_norm(residual, x, weight, bias, eps)
 
 
-def fast_norm_heads(qkv: Tensor, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+def fast_norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
     """`norm_heads`, compiled in float32 and torch's in other types."""
-    if qkv.dtype == torch.float32:
-        return fused.norm_heads(qkv, num_kv_heads, q_weight, k_weight, eps)
-    return norm_heads(qkv, num_kv_heads, q_weight, k_weight, eps)
+    norm = fused.norm_heads if qkv.dtype == torch.float32 else norm_heads
+    return norm(qkv, q_weight, k_weight, num_kv_heads, eps)
 
 
 COMPILED = Kernels(

@@ -113,12 +113,12 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorms(nn.Module):
-    """An RMS norm for each head of queries and one for each head of keys, in place; `plus_one` as in `RMSNorm`."""
+    """RMS norms of every query and every key by itself, before they turn; `plus_one` as in `RMSNorm`."""
 
     def __init__(
         self,
-        num_kv_heads: int,
         head_dim: int,
+        num_kv_heads: int,
         eps: float,
         *,
         dtype: torch.dtype,
@@ -128,11 +128,12 @@ class HeadNorms(nn.Module):
         super().__init__()
         self.q_norm = RMSNorm(head_dim, eps, dtype=dtype, kernels=kernels, plus_one=plus_one)
         self.k_norm = RMSNorm(head_dim, eps, dtype=dtype, kernels=kernels, plus_one=plus_one)
-        self._num_kv_heads = num_kv_heads
+        self._num_kv_heads, self._eps = num_kv_heads, eps
         self._norm_heads = kernels.norm_heads
 
-    def forward(self, qkv: Tensor) -> Tensor:  # [T, (num_heads + 2 * num_kv_heads) * head_dim], changed and returned
-        return self._norm_heads(qkv, self._num_kv_heads, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+    def forward(self, qkv: Tensor) -> Tensor:
+        """[T, (num_heads + 2 * num_kv_heads) * head_dim], in place."""
+        return self._norm_heads(qkv, self.q_norm.weight, self.k_norm.weight, self._num_kv_heads, self._eps)
 
     __call__ = forward
 
@@ -215,9 +216,11 @@ class GatedMLP(nn.Module):
 
     __call__ = forward
 
-    def weight_map(self) -> dict[str, WeightTarget]:
-        """Names below `mlp.`."""
+    def weight_map(self, is_fused: bool = False) -> dict[str, WeightTarget]:
+        """Names below `mlp.`; `is_fused`: of a checkpoint that has gate and up in one matrix too."""
         width = self.down_proj.in_features
+        if is_fused:
+            return {**self.gate_up_proj.weight_map("gate_up_proj"), **self.down_proj.weight_map("down_proj")}
         return {
             **self.gate_up_proj.weight_map("gate_proj", slice(0, width)),
             **self.gate_up_proj.weight_map("up_proj", slice(width, None)),

@@ -1,6 +1,11 @@
-"""Llama, and Mistral, which is Llama with a sliding window (arXiv 2302.13971, 2310.06825)."""
+"""Llama, and Mistral, which is Llama with a sliding window (arXiv 2302.13971, 2310.06825).
+
+Families that are built alike say in a `Build` where they differ: see `qwen.py` and `phi3.py`.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,59 +15,86 @@ from vtoken.base.errors import CheckpointError
 from vtoken.models.base import Attend, CausalLM, WeightTarget
 from vtoken.models.config import CheckpointConfig, read_model_spec
 from vtoken.models.kernels import BATCH_INVARIANT, Kernels
-from vtoken.models.layers import Embedding, GatedMLP, Linear, RMSNorm
+from vtoken.models.layers import Embedding, GatedMLP, HeadNorms, Linear, RMSNorm
 from vtoken.models.rope import RopeParameters, RotaryEmbedding
 from vtoken.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """What a family decides about its layers."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    norms_heads: bool = False  # whether queries and keys have norms of their own
+    plus_one: bool = False  # whether those multiply by 1 + weight
+    is_fused: bool = False  # whether the checkpoint has q, k and v in one matrix, and gate and up in another
+    norm_eps: float
 
 
 class LlamaAttention(nn.Module):
     """Grouped-query attention with the three projections in one matrix."""
 
-    def __init__(self, spec: ModelSpec, layer: int, *, bias: bool, dtype: torch.dtype, kernels: Kernels) -> None:
+    def __init__(self, build: Build, spec: ModelSpec, layer: int, *, dtype: torch.dtype, kernels: Kernels) -> None:
         super().__init__()
         self.layer = layer
+        self.is_fused = build.is_fused
         self.q_size = spec.num_heads * spec.head_dim
         self.kv_size = spec.num_kv_heads * spec.head_dim
         self.qkv_proj = Linear(
-            spec.hidden_size, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype, kernels=kernels
+            spec.hidden_size, self.q_size + 2 * self.kv_size, bias=build.qkv_bias, dtype=dtype, kernels=kernels
         )
-        self.o_proj = Linear(self.q_size, spec.hidden_size, bias=bias, dtype=dtype, kernels=kernels)
+        self.o_proj = Linear(self.q_size, spec.hidden_size, bias=build.o_bias, dtype=dtype, kernels=kernels)
+        self.head_norms: HeadNorms | None = None
+        if build.norms_heads:
+            self.head_norms = HeadNorms(
+                spec.head_dim,
+                spec.num_kv_heads,
+                build.norm_eps,
+                dtype=dtype,
+                kernels=kernels,
+                plus_one=build.plus_one,
+            )
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
-        out: Tensor = self.o_proj(attend(self.layer, self.qkv_proj(x)))
+        qkv = self.qkv_proj(x)
+        if self.head_norms is not None:
+            qkv = self.head_norms(qkv)
+        out: Tensor = self.o_proj(attend(self.layer, qkv))
         return out
 
     __call__ = forward
 
     def weight_map(self) -> dict[str, WeightTarget]:
         """Names below `self_attn.`."""
-        q_end, k_end = self.q_size, self.q_size + self.kv_size
-        return {
-            **self.qkv_proj.weight_map("q_proj", slice(0, q_end)),
-            **self.qkv_proj.weight_map("k_proj", slice(q_end, k_end)),
-            **self.qkv_proj.weight_map("v_proj", slice(k_end, None)),
-            **self.o_proj.weight_map("o_proj"),
-        }
+        if self.is_fused:
+            targets = self.qkv_proj.weight_map("qkv_proj")
+        else:
+            q_end, k_end = self.q_size, self.q_size + self.kv_size
+            targets = {
+                **self.qkv_proj.weight_map("q_proj", slice(0, q_end)),
+                **self.qkv_proj.weight_map("k_proj", slice(q_end, k_end)),
+                **self.qkv_proj.weight_map("v_proj", slice(k_end, None)),
+            }
+        if self.head_norms is not None:
+            targets |= self.head_norms.weight_map()
+        return targets | self.o_proj.weight_map("o_proj")
 
 
 class LlamaLayer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, config: CheckpointConfig, spec: ModelSpec, layer: int, dtype: torch.dtype, kernels: Kernels):
+    def __init__(
+        self, build: Build, spec: ModelSpec, layer: int, width: int, *, dtype: torch.dtype, kernels: Kernels
+    ) -> None:
+        """`width` is that of the MLP between its matrices."""
         super().__init__()
-        eps = _norm_eps(config)
-        self.input_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype, kernels=kernels)
-        self.self_attn = LlamaAttention(
-            spec, layer, bias=config.flag("attention_bias", default=False), dtype=dtype, kernels=kernels
-        )
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps, dtype=dtype, kernels=kernels)
-        self.mlp = GatedMLP(
-            spec.hidden_size,
-            config.integer("intermediate_size"),
-            bias=config.flag("mlp_bias", default=False),
-            dtype=dtype,
-            kernels=kernels,
-        )
+        self.is_fused = build.is_fused
+        self.input_layernorm = RMSNorm(spec.hidden_size, build.norm_eps, dtype=dtype, kernels=kernels)
+        self.self_attn = LlamaAttention(build, spec, layer, dtype=dtype, kernels=kernels)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, build.norm_eps, dtype=dtype, kernels=kernels)
+        self.mlp = GatedMLP(spec.hidden_size, width, bias=build.mlp_bias, dtype=dtype, kernels=kernels)
 
     def forward(self, residual: Tensor, x: Tensor | None, attend: Attend) -> Tensor:
         """Add x, what the layer before returned, to the residual; return what is to be added next. [T, hidden] each."""
@@ -78,7 +110,7 @@ class LlamaLayer(nn.Module):
             "input_layernorm.weight": WeightTarget(self.input_layernorm.weight),
             "post_attention_layernorm.weight": WeightTarget(self.post_attention_layernorm.weight),
             **{f"self_attn.{name}": target for name, target in self.self_attn.weight_map().items()},
-            **{f"mlp.{name}": target for name, target in self.mlp.weight_map().items()},
+            **{f"mlp.{name}": target for name, target in self.mlp.weight_map(self.is_fused).items()},
         }
 
 
@@ -93,11 +125,13 @@ class Llama(CausalLM):
             raise CheckpointError(
                 f"{config.path}: hidden_act must be 'silu' for {config.architecture}, found {activation!r}"
             )
-        self.spec = read_model_spec(config)
-        spec = self.spec
+        spec = self.spec = read_model_spec(config)
+        build, width = self.read_build(config), config.integer("intermediate_size")
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(LlamaLayer(config, spec, i, dtype, kernels) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, _norm_eps(config), dtype=dtype, kernels=kernels)
+        self.layers = nn.ModuleList(
+            LlamaLayer(build, spec, i, width, dtype=dtype, kernels=kernels) for i in range(spec.num_layers)
+        )
+        self.norm = RMSNorm(spec.hidden_size, build.norm_eps, dtype=dtype, kernels=kernels)
         self.rotary = RotaryEmbedding(
             RopeParameters.from_config(config), spec.head_dim, max_positions=spec.max_position_embeddings
         )
@@ -106,11 +140,22 @@ class Llama(CausalLM):
         if self.is_tied:
             self.lm_head.weight = self.embed_tokens.weight
 
+    @staticmethod
+    def read_build(config: CheckpointConfig) -> Build:
+        """What the config says of the layers; the place where a family that is built alike differs."""
+        attention_bias = config.flag("attention_bias", default=False)
+        return Build(
+            qkv_bias=attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=config.flag("mlp_bias", default=False),
+            norm_eps=read_norm_eps(config),
+        )
+
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         return self.embed_tokens(token_ids)
 
     def rotations(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
-        return (self.rotary(positions),)
+        return (self.rotary(positions, lengths),)
 
     def decode(self, x: Tensor, attend: Attend) -> Tensor:
         residual, added = x, None
@@ -146,5 +191,5 @@ class Llama(CausalLM):
         return 2 * sum(matrix.in_features * matrix.out_features for matrix in matrices)
 
 
-def _norm_eps(config: CheckpointConfig) -> float:
-    return config.number("rms_norm_eps", default=1e-6, maximum=1.0)
+def read_norm_eps(config: CheckpointConfig, default: float = 1e-6) -> float:
+    return config.number("rms_norm_eps", default=default, maximum=1.0)

@@ -16,6 +16,9 @@ _CLASSES: Final = {
     "Gemma2ForCausalLM": "vtoken.models.gemma:Gemma",
     "Gemma3ForCausalLM": "vtoken.models.gemma:Gemma",
     "Gemma3ForConditionalGeneration": "vtoken.models.gemma:Gemma",
+    "Phi3ForCausalLM": "vtoken.models.phi3:Phi3",
+    "Qwen2ForCausalLM": "vtoken.models.qwen:Qwen2",
+    "Qwen3ForCausalLM": "vtoken.models.qwen:Qwen3",
 }
 
 

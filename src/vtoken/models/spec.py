@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtoken.attention.spec import AttentionSpec
+from vtoken.base.rope_lengths import RopeLengths
 
 __all__ = ["AttentionSpec", "ModelSpec"]
 
@@ -24,3 +25,4 @@ class ModelSpec:
     layers: tuple[AttentionSpec, ...]  # [num_layers]
     eos_token_ids: frozenset[int]  # any of them ends an answer
     bos_token_id: int | None
+    rope_lengths: RopeLengths | None = None  # None: how a sequence turns does not depend on its length

@@ -58,9 +58,9 @@ class PlanBuilder:
                 sequence.hashes.extend(sequence.token_ids, int(self._memory.tokens.lengths[lane]))
                 self._memory.publish(lane, sequence.hashes)
 
-    def build(self, step: int, evictor: Evictor, *, row_positions: bool) -> StepPlan:
+    def build(self, step: int, evictor: Evictor, *, row_positions: bool, rope_lengths: bool = False) -> StepPlan:
         """Freeze. `evictor` says what the slices are to find out. `row_positions`: the attention backend wants to know
-        where past tokens stand in their text."""
+        where past tokens stand in their text; `rope_lengths`: the model, what its sequences turn by."""
         memory, state = self._memory, self._state
         lanes = np.concatenate([np.empty(0, np.int64), *self._lanes])
         counts = np.concatenate([np.empty(0, np.int64), *self._counts])
@@ -91,6 +91,7 @@ class PlanBuilder:
             statistics=statistics,
             scoring=order_scores(state, lanes, starts, positions),
             awaited=self._awaited(),
+            rope_lengths=state["rope_length"][lanes] if rope_lengths else None,
         )
 
     def _awaited(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from vtoken.base.config import KVCopies, KVMode, OnPressure, Preemption
 from vtoken.base.errors import ConfigError
+from vtoken.base.rope_lengths import RopeLengths
 from vtoken.schedule.retention import KEEPS_ALL, RetentionSettings
 from vtoken.schedule.sequence import FinishReason
 
@@ -29,6 +30,7 @@ class SchedulerConfig:
     kv_copies: KVCopies = "ordered"
     on_pressure: OnPressure = "evict"
     admission_evicts: bool = True
+    rope_lengths: RopeLengths | None = None  # the model's, where its keys depend on how long a text can become
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -30,6 +30,7 @@ _FIELDS = np.dtype(
         ("num_logprobs", np.int32),  # likeliest tokens that are named beside what is drawn; -1 = no scores
         ("is_beam", np.bool_),
         ("arrival", np.int64),
+        ("rope_length", np.int32),  # see `Request.rope_length`; 0 = none
         ("num_unforked", np.int32),  # choices that are still to fork from it
         # Eviction; see `Retention`.
         ("policy", np.int32),  # index in `Evictor.policies`, -1 = every token is kept
@@ -84,6 +85,7 @@ class LaneState:
             params.num_logprobs,
             params.use_beam_search,
             sequence.request.index,
+            sequence.request.rope_length or 0,
             len(sequence.request.unforked),
             *_KEEPS_ALL,
         )

@@ -128,6 +128,9 @@ class StepPlan:
     # a step failed before it came there or its result was lost, has failed.
     awaited: tuple[int, ...] = ()
 
+    # [S] the length that each slice's sequence turns by, see `RopeLengths`; None where the model has no such thing.
+    rope_lengths: NDArray[np.int32] | None = None
+
     @property
     def num_slices(self) -> int:
         return len(self.lanes)

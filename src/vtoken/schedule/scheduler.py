@@ -114,6 +114,7 @@ class Scheduler:
             raise RequestError(f"request_id: {request_id!r} is in use by a request that has not finished", "request_id")
         num_prompt_tokens = len(prompt_token_ids)
         max_tokens, retention = self.check_request(num_prompt_tokens, params)
+        lengths = self.config.rope_lengths
         request = Request(
             request_id,
             prompt_token_ids,
@@ -125,6 +126,7 @@ class Scheduler:
             cache_salt,
             retention,
             self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.num_choices, retention),
+            rope_length=None if lengths is None else lengths.of(num_prompt_tokens + max_tokens),
         )
         request.rules = rules_of(request.params, prompt_token_ids, self.config.eos_token_ids)
         if params.use_beam_search:
@@ -267,7 +269,12 @@ class Scheduler:
                 residents = self._residents
                 self._give_up(next(iter((*residents.preempted, *residents.waiting, *residents.running))))
             self._fill(batch)
-        plan = batch.build(self.counters.steps, self._evictor, row_positions=self._row_positions)
+        plan = batch.build(
+            self.counters.steps,
+            self._evictor,
+            row_positions=self._row_positions,
+            rope_lengths=self.config.rope_lengths is not None,
+        )
         ran = {self._state.of(lane).request for lane in plan.lanes.tolist()}
         self._flight = _Flight(plan, batch.draws, batch.touched, ran)
         self.counters.steps += 1

@@ -87,6 +87,7 @@ class Request:
     retention: Retention | None = None  # None: every token is kept
     # Its prompt runs in fewer blocks than it would fill, so tokens of it die at fixed places, whatever the trigger.
     is_tight: bool = False
+    rope_length: int | None = None  # what its choices turn by, see `RopeLengths`; None: as all sequences of the model
     started_over_at: int = 0  # length at which it was computed again to learn what may die
     status: Status = Status.WAITING
     error: str | None = None
@@ -107,7 +108,7 @@ class Request:
 
     def __post_init__(self) -> None:
         prompt = self.prompt_token_ids = list(self.prompt_token_ids)  # the caller may go on with his
-        hashes = BlockHashes(self.block_size, self.cache_salt)
+        hashes = BlockHashes(self.block_size, self.cache_salt, self.rope_length)
         self.cache_salt = None  # hashed; never to be logged
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
         # Only the leader has the text before the choices fork: a thousand copies of a long prompt would wait with it.

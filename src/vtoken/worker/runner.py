@@ -92,7 +92,7 @@ class ModelRunner:
             return out if out.dtype == qkv.dtype else out.to(qkv.dtype)
 
         token_ids, positions = torch.from_numpy(plan.token_ids.astype(np.int64)), torch.from_numpy(meta.positions)
-        x, rotations = self._model.embed(token_ids, positions), self._model.rotations(positions)
+        x, rotations = self._model.embed(token_ids, positions), self._model.rotations(positions, _rope_lengths(plan))
         if queries is not None:  # no tape can take them
             hidden = self._model.decode(x, attend)
             queries.commit()
@@ -109,7 +109,9 @@ class ModelRunner:
         def future(statistic: FutureAttention, s: int) -> FutureQueries:
             lane, next_position = int(plan.lanes[s]), int(plan.positions[plan.starts[s + 1] - 1]) + 1
             last = partial(self._queries.last, lane, statistic)
-            return FutureQueries(last, self._turns_from(next_position, statistic.horizon), next_position)
+            rope_length = None if plan.rope_lengths is None else int(plan.rope_lengths[s])
+            turns = self._turns_from(next_position, statistic.horizon, rope_length)
+            return FutureQueries(last, turns, next_position)
 
         scan = CacheScan(self._store.layers, self._model.spec.layers, meta, plan.write_slots.astype(np.int64), future)
         return {
@@ -119,11 +121,14 @@ class ModelRunner:
             for order in plan.statistics
         }
 
-    def _turns_from(self, position: int, horizon: int) -> tuple[Rotation, ...]:
-        """How the next positions turn queries, as far as the model has positions."""
-        limit = self._model.spec.max_position_embeddings
+    def _turns_from(self, position: int, horizon: int, rope_length: int | None) -> tuple[Rotation, ...]:
+        """How the next positions turn queries, as far as the sequence has positions."""
+        limit = rope_length or self._model.spec.max_position_embeddings
         begin = min(position, limit - 1)
-        return self._model.rotations(torch.arange(begin, min(begin + horizon, limit)))
+        positions = torch.arange(begin, min(begin + horizon, limit))
+        return self._model.rotations(
+            positions, None if rope_length is None else torch.full_like(positions, rope_length)
+        )
 
     def _logits(self, plan: StepPlan, hidden: Tensor) -> Tensor:
         """[N, vocab_size] one row a draw, computed once a slice."""
@@ -133,3 +138,10 @@ class ModelRunner:
         # The usual case, a draw a slice in order, needs no copy of what may be the largest tensor of a step.
         is_identity = len(row_of_draw) == len(slices) and np.array_equal(row_of_draw, np.arange(len(slices)))
         return logits if is_identity else logits[torch.from_numpy(row_of_draw)]
+
+
+def _rope_lengths(plan: StepPlan) -> Tensor | None:
+    """[T] of each token, see `StepPlan.rope_lengths`."""
+    if plan.rope_lengths is None:
+        return None
+    return torch.from_numpy(np.repeat(plan.rope_lengths, np.diff(plan.starts)))

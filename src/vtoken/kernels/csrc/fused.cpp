@@ -239,24 +239,24 @@ int64_t vtoken_add_layer_norm(const NormArgs* args) {
   return 0;
 }
 
-struct NormHeadsArgs {
-  float* qkv;             // [T, (num_heads + 2 * num_kv_heads) * head_dim]; heads of queries and keys become their norms
+struct HeadNormArgs {
+  float* qkv;             // [T, row_heads, head_dim]; the queries and keys of a token become their norms
   const float* q_weight;  // [head_dim]
   const float* k_weight;  // [head_dim]
-  int64_t num_tokens, num_heads, num_kv_heads, head_dim;
+  int64_t num_tokens, row_heads, num_heads, num_kv_heads, head_dim;
   float eps;
   int32_t num_threads;
 };
 
-int64_t vtoken_norm_heads(const NormHeadsArgs* args) {
-  const NormHeadsArgs& a = *args;
-  const int64_t row = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim;
-#pragma omp parallel for num_threads(a.num_threads) if (a.num_threads > 1 && a.num_tokens * row > vtoken::kWorthAThread)
-  for (int64_t t = 0; t < a.num_tokens; ++t)
-    for (int64_t h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
-      float* head = a.qkv + t * row + h * a.head_dim;
-      vtoken::norm_row(head, nullptr, h < a.num_heads ? a.q_weight : a.k_weight, head, a.head_dim, a.eps);
-    }
+int64_t vtoken_norm_heads(const HeadNormArgs* args) {
+  const HeadNormArgs& a = *args;
+  const int64_t normed = a.num_heads + a.num_kv_heads, all = a.num_tokens * normed;
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_threads > 1 && all * a.head_dim > vtoken::kWorthAThread)
+  for (int64_t i = 0; i < all; ++i) {
+    const int64_t head = i % normed;
+    float* x = a.qkv + (i / normed * a.row_heads + head) * a.head_dim;
+    vtoken::norm_row(x, nullptr, head < a.num_heads ? a.q_weight : a.k_weight, x, a.head_dim, a.eps);
+  }
   return 0;
 }
 
