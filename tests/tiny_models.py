@@ -12,11 +12,19 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -145,6 +153,111 @@ def save_mistral(
     return _save(MistralForCausalLM(config), folder, seed, max_shard_size, tokenizer)
 
 
+def save_gpt2(
+    folder: Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    intermediate_size: int | None = 112,
+    max_position_embeddings: int = 512,
+    tied: bool = True,
+    eos_token_id: int | list[int] | None = None,
+    bos_token_id: int | None = None,
+    max_shard_size: str = "1GB",
+    tokenizer: bool = False,
+    **switches: Any,
+) -> Path:
+    """Write a `GPT2LMHeadModel` checkpoint to `folder` and return it; `switches` are keys of its config."""
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_embd=hidden_size,
+        n_inner=intermediate_size,
+        n_layer=num_layers,
+        n_head=num_heads,
+        n_positions=max_position_embeddings,
+        tie_word_embeddings=tied,
+        eos_token_id=eos_token_id,
+        bos_token_id=bos_token_id,
+        **switches,
+    )
+    return _save(GPT2LMHeadModel(config), folder, seed, max_shard_size, tokenizer)
+
+
+def save_opt(
+    folder: Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    intermediate_size: int = 112,
+    max_position_embeddings: int = 512,
+    tied: bool = True,
+    eos_token_id: int | list[int] | None = None,
+    bos_token_id: int | None = None,
+    max_shard_size: str = "1GB",
+    tokenizer: bool = False,
+    **switches: Any,
+) -> Path:
+    """Write an `OPTForCausalLM` checkpoint to `folder` and return it; `switches` are keys of its config."""
+    config = OPTConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        ffn_dim=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tied,
+        eos_token_id=eos_token_id,
+        bos_token_id=bos_token_id,
+        pad_token_id=None,
+        **{"word_embed_proj_dim": hidden_size} | switches,
+    )
+    return _save(OPTForCausalLM(config), folder, seed, max_shard_size, tokenizer)
+
+
+def save_gemma3(folder: Path, **changes: Any) -> Path:
+    """Write a `Gemma3ForCausalLM` checkpoint to `folder` and return it; else as `save_gemma2`."""
+    sizes, config = _gemma(changes)
+    config = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} | config
+    return _save(Gemma3ForCausalLM(Gemma3TextConfig(**config)), folder, **sizes)
+
+
+def save_gemma2(folder: Path, **changes: Any) -> Path:
+    """Write a `Gemma2ForCausalLM` checkpoint to `folder` and return it.
+
+    `changes` are keys of its config, or `seed`, `max_shard_size` and `tokenizer` as for the others.
+    """
+    sizes, config = _gemma(changes)
+    return _save(Gemma2ForCausalLM(Gemma2Config(**config)), folder, **sizes)
+
+
+def _gemma(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `_save` and of the config."""
+    arguments = {"seed": 0, "max_shard_size": "1GB", "tokenizer": False}
+    config = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 20,
+        "max_position_embeddings": 512,
+        "sliding_window": 9,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    chosen = {name: changes.pop(name, default) for name, default in arguments.items()}
+    return chosen, config | changes
+
+
 def save_qwen2(
     folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", tokenizer: bool = False, **config: Any
 ) -> Path:
@@ -204,13 +317,14 @@ def byte_characters() -> list[str]:
 
 def _save(model: PreTrainedModel, folder: Path, seed: int, max_shard_size: str, tokenizer: bool) -> Path:
     generator = torch.Generator().manual_seed(seed)
+    around_one = 0 if model.config.model_type.startswith("gemma") else 1  # Gemma's norms multiply by 1 + weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.2 * noise)
+                parameter.copy_(around_one + 0.2 * noise)
             else:
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
     # transformers would write stop ids of its own into an empty one.

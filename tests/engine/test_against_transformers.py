@@ -8,13 +8,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.recorded import Demand, Recording, record, scattered
-from tests.models.dense import split_heads
+from tests.models.dense import dense_causal
 from tests.tiny_models import (
     LLAMA3_ROPE,
     VOCAB_SIZE,
     YARN_ROPE,
+    save_gemma2,
+    save_gemma3,
+    save_gpt2,
     save_llama,
     save_mistral,
+    save_opt,
     save_phi3,
     save_qwen2,
     save_qwen3,
@@ -29,6 +33,13 @@ FAMILIES = {
     "wide heads, biases": lambda folder: save_llama(folder, head_dim=32, attention_bias=True, mlp_bias=True, seed=2),
     "llama3 rope, shards": lambda folder: save_llama(folder, rope=LLAMA3_ROPE, max_shard_size="50KB", seed=3),
     "mistral with a window": lambda folder: save_mistral(folder, sliding_window=9),
+    "gpt2": lambda folder: save_gpt2(folder, scale_attn_by_inverse_layer_idx=True),
+    "opt, norms first": lambda folder: save_opt(folder),
+    "opt, norms last, narrow embeddings": lambda folder: save_opt(
+        folder, do_layer_norm_before=False, word_embed_proj_dim=48
+    ),
+    "gemma2": lambda folder: save_gemma2(folder, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3": lambda folder: save_gemma3(folder, final_logit_softcapping=3.0),
     "qwen2, window of one layer": lambda folder: save_qwen2(
         folder, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
@@ -116,18 +127,6 @@ def _logits(recording: Recording, seed: int) -> np.ndarray:
 
 
 def _masked_logits(model, text: torch.Tensor, died_at: dict[int, int]) -> torch.Tensor:
-    position = torch.arange(len(text))
-    death = torch.tensor([died_at.get(p, len(text) + 1) for p in range(len(text))])
-    visible = (position[:, None] >= position) & (position[:, None] < death)
-    spec, rotations = model.spec, model.rotations(position)
-
-    def attend(layer, qkv):
-        facts, group = spec.layers[layer], spec.num_heads // spec.num_kv_heads
-        q, k, v = split_heads(spec, qkv, facts.pick(rotations))
-        seen = visible if facts.window is None else visible & (position[:, None] - position < facts.window)
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * facts.scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)
-
     with torch.inference_mode():
-        return model.logits(model.hidden_states(text, position, attend))
+        attend = dense_causal(model, len(text), died_at)
+        return model.logits(model.hidden_states(text, torch.arange(len(text)), attend))

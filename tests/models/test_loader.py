@@ -123,9 +123,10 @@ def test_a_header_that_contradicts_itself_is_refused(checkpoint: Path) -> None:
         load_model(checkpoint)
 
 
-def test_quantised_tensors_are_refused(checkpoint: Path) -> None:
-    rewrite(checkpoint, {"model.norm.weight": torch.ones(64, dtype=torch.int8)})
-    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is stored as I8; supported are F64, F32"):
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.bool, "BOOL")])
+def test_quantised_tensors_are_refused(dtype: torch.dtype, name: str, checkpoint: Path) -> None:
+    rewrite(checkpoint, {"model.norm.weight": torch.ones(64, dtype=dtype)})
+    with pytest.raises(CheckpointError, match=rf"'model\.norm\.weight' is stored as {name}; supported are F64, F32"):
         load_model(checkpoint)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,15 @@ from torch import Tensor
 
 from tests.engine.recorded import Demand, record, scattered
 from tests.plans import Lane, Slice, make_plan
-from tests.tiny_models import save_llama, save_mistral, save_qwen3
+from tests.tiny_models import (
+    save_gemma2,
+    save_gemma3,
+    save_gpt2,
+    save_llama,
+    save_mistral,
+    save_opt,
+    save_qwen3,
+)
 from vtoken.attention.rotation import Rotation
 from vtoken.executor.local import LocalExecutor
 from vtoken.kernels import fused
@@ -31,12 +39,21 @@ from vtoken.worker import replay
 BLOCK_SIZE = 4
 
 
-@pytest.fixture(scope="module", params=["llama", "window", "norms of heads"])
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "llama": save_llama,
+    "window": lambda folder: save_mistral(folder, sliding_window=9),
+    "norms of heads": save_qwen3,
+    "gpt2": save_gpt2,
+    "opt": save_opt,
+    "opt, norms last": lambda folder: save_opt(folder, do_layer_norm_before=False, word_embed_proj_dim=24),
+    "gemma2": save_gemma2,
+    "gemma3": save_gemma3,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("model")
-    if request.param == "window":
-        return save_mistral(target, sliding_window=9)
-    return save_llama(target) if request.param == "llama" else save_qwen3(target)
+    return MODELS[request.param](tmp_path_factory.mktemp("model"))
 
 
 def demands() -> list[Demand]:
@@ -160,12 +177,13 @@ def test_a_model_that_computes_outside_of_the_kernels_is_found_out(
     assert found == [token for token, _, _ in Steps(folder, model).run(8, statistics_from=99)]
 
 
-def test_each_layer_turns_by_its_own_rotation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_turns_by_its_own_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rotations, one layer each; then one layer of which no rotation is asked."""
 
     def both(self: CausalLM, positions: Tensor, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
         return (*rotations(self, positions), *rotations(self, 5 * positions))
 
+    folder = save_llama(tmp_path)
     model = load_model(folder, kernels=COMPILED)
     prepare_linears(model, backend="vtoken_f32")
     rotations = type(model).rotations

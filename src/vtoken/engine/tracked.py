@@ -81,7 +81,7 @@ class Tracked:
 
     def push(self, sequence: Sequence, token: int) -> str | None:
         """Add a token's text. Returns the one of the `stop` texts that it completes, which ends the choice."""
-        if self._answers and self._text_error is None:
+        if self._answers and self._text_error is None and not self._hides_last(sequence):
             with self._text_errors_kept():
                 return self._answers[sequence.choice].push(token, sequence.num_output_tokens)
         return None
@@ -150,8 +150,16 @@ class Tracked:
             return answer.visible
         if sequence.is_finished and self._tokenizer is not None and self._text_error is None:
             with self._text_errors_kept():
-                return self._tokenizer.decode(sequence.output_token_ids)
+                token_ids = sequence.output_token_ids
+                return self._tokenizer.decode(token_ids[:-1] if self._hides_last(sequence) else token_ids)
         return ""
+
+    def _hides_last(self, sequence: Sequence) -> bool:
+        """Whether the last token is a stop id, which is a mark and no text even where the tokenizer has one for it.
+
+        Asked before a stop text is looked for, so that what stopped the choice was an id.
+        """
+        return sequence.finish_reason is FinishReason.STOP and not self.request.params.include_stop_str_in_output
 
     def _stop(self, sequence: Sequence) -> str | None:
         return self._answers[sequence.choice].stop if self._answers else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,12 +12,16 @@ from torch import Tensor
 from vtoken.kernels.library import library
 from vtoken.kernels.tape import launch
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
+"""In the order of the codes in fused.cpp."""
+
 
 class _NormArgs(Structure):
     """`NormArgs` of fused.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("residual", "x", "weight", "out")),
+        *((name, c_void_p) for name in ("residual", "x", "weight", "bias", "out")),
         ("rows", c_int64),
         ("width", c_int64),
         ("eps", c_float),
@@ -36,15 +40,15 @@ class _HeadNormArgs(Structure):
     )
 
 
-class _GateArgs(Structure):
-    """`GateArgs` of fused.cpp."""
+class _ActivateArgs(Structure):
+    """`ActivateArgs` of fused.cpp."""
 
     _fields_ = (
-        ("gate_up", c_void_p),
+        ("x", c_void_p),
         ("out", c_void_p),
         ("rows", c_int64),
         ("width", c_int64),
-        ("num_threads", c_int32),
+        *((name, c_int32) for name in ("activation", "is_gated", "num_threads")),
     )
 
 
@@ -62,22 +66,37 @@ class _WriteArgs(Structure):
     )
 
 
+_SIGNATURES: Final[dict[str, type[Structure]]] = {
+    "vtoken_add_rms_norm": _NormArgs,
+    "vtoken_add_layer_norm": _NormArgs,
+    "vtoken_norm_heads": _HeadNormArgs,
+    "vtoken_activate": _ActivateArgs,
+    "vtoken_rotate_and_write": _WriteArgs,
+}
+
+
 @cache
-def _functions() -> tuple[Any, Any, Any, Any]:
-    functions = library()
-    found = (
-        functions.vtoken_add_rms_norm,
-        functions.vtoken_silu_and_mul,
-        functions.vtoken_rotate_and_write,
-        functions.vtoken_norm_heads,
-    )
-    for function, args in zip(found, (_NormArgs, _GateArgs, _WriteArgs, _HeadNormArgs), strict=True):
-        function.argtypes, function.restype = [POINTER(args)], c_int64
-    return found
+def _function(name: str) -> Any:
+    function = getattr(library(), name)
+    function.argtypes, function.restype = [POINTER(_SIGNATURES[name])], c_int64
+    return function
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """`residual += x`, in place; returns `residual / rms(residual) * weight`. Both [T, width]."""
+    return _add_norm("vtoken_add_rms_norm", residual, x, weight, None, eps)
+
+
+def add_layer_norm(
+    residual: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """`residual += x`, in place; returns the layer norm of the sum, times `weight`, plus `bias`. Both [T, width]."""
+    return _add_norm("vtoken_add_layer_norm", residual, x, weight, bias, eps)
+
+
+def _add_norm(
+    name: str, residual: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     assert residual.is_contiguous()
     assert x is None or (x.is_contiguous() and x.shape == residual.shape)
     out = torch.empty_like(residual)
@@ -85,14 +104,15 @@ def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float)
     args = _NormArgs(
         residual.data_ptr(),
         None if x is None else x.data_ptr(),
-        weight.data_ptr(),
+        None if weight is None else weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         rows,
         width,
         eps,
         torch.get_num_threads(),
     )
-    launch(_functions()[0], args, residual, x, weight, out)
+    launch(_function(name), args, residual, x, weight, bias, out)
     return out
 
 
@@ -114,17 +134,33 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: in
         eps,
         torch.get_num_threads(),
     )
-    launch(_functions()[3], args, qkv, q_weight, k_weight)
+    launch(_function("vtoken_norm_heads"), args, qkv, q_weight, k_weight)
     return qkv
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width]."""
-    assert gate_up.is_contiguous()
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """x [T, width], changed in place, and returned."""
+    return _activate(x, x, activation, is_gated=False)
+
+
+def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`f(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width]."""
     rows, width = gate_up.shape
-    out = gate_up.new_empty(rows, width // 2)
-    args = _GateArgs(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
-    launch(_functions()[1], args, gate_up, out)
+    return _activate(gate_up, gate_up.new_empty(rows, width // 2), activation, is_gated=True)
+
+
+def _activate(x: Tensor, out: Tensor, activation: Activation, is_gated: bool) -> Tensor:
+    assert x.is_contiguous()
+    args = _ActivateArgs(
+        x.data_ptr(),
+        out.data_ptr(),
+        len(out),
+        out.shape[1],
+        ACTIVATIONS.index(activation),
+        is_gated,
+        torch.get_num_threads(),
+    )
+    launch(_function("vtoken_activate"), args, x, out)
     return out
 
 
@@ -163,4 +199,4 @@ def rotate_and_write(
         values[2],
         torch.get_num_threads(),
     )
-    launch(_functions()[2], args, qkv, cos, sin, slots)
+    launch(_function("vtoken_rotate_and_write"), args, qkv, cos, sin, slots)

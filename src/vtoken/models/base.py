@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +20,32 @@ from vtoken.models.spec import ModelSpec
 Attend = Callable[[int, Tensor], Tensor]
 
 
+# Tables that old versions of transformers stored and that every model computes for itself.
+_COMPUTED_TENSORS: Final = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
 @dataclass(frozen=True, eq=False)
 class WeightTarget:
     """Where a tensor of the checkpoint goes: some rows of a parameter, so that q, k and v can share one matrix."""
 
     parameter: nn.Parameter
     rows: slice | None = None  # None = all
+    transposed: bool = False  # the checkpoint has [in, out] where the parameter has [out, in]
+    offset: float = 0.0  # the checkpoint has this much less, as Gemma's norms, which multiply by 1 + weight
 
     @property
     def view(self) -> Tensor:
         """The part of the parameter to write; its shape is the one the checkpoint's tensor must have."""
         whole = self.parameter.detach()
-        return whole if self.rows is None else whole[self.rows]
+        part = whole if self.rows is None else whole[self.rows]
+        return part.T if self.transposed else part
+
+    def fill(self, stored: Tensor) -> None:
+        """Write the checkpoint's tensor."""
+        view = self.view
+        view.copy_(stored)
+        if self.offset:
+            view += self.offset
 
 
 class CausalLM(nn.Module, ABC):
@@ -74,6 +90,11 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def weight_map(self) -> dict[str, WeightTarget]:
         """Name in the checkpoint -> where it goes. Each is loaded exactly once; together they fill the model."""
+
+    def weight_name(self, stored: str) -> str | None:
+        """What `weight_map` and `tied_weights` call a tensor that a checkpoint stores as `stored`; None for one that is
+        no weight, or a weight of a part that is not run."""
+        return None if _COMPUTED_TENSORS.search(stored) else stored
 
     def tied_weights(self) -> dict[str, str]:
         """Name that a checkpoint may hold without need -> the name whose tensor it repeats."""

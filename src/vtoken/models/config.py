@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -39,6 +40,21 @@ _DEFAULT_HEAD_DIMS: Final = {"Qwen3ForCausalLM": 128}
 _SWITCHED_WINDOWS: Final = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
+# What an architecture calls a key that the others agree on.
+_KEY_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "GPT2LMHeadModel": {
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+    },
+}
+
+
+# Where models of text and more keep the config of the part that writes text, which is all that is run here.
+_TEXT_SECTIONS: Final = {"Gemma3ForConditionalGeneration": "text_config"}
+
+
 class ConfigSection:
     """A JSON object whose values are read with their types checked; every error names file, key and value.
 
@@ -49,6 +65,7 @@ class ConfigSection:
         self.path = path  # the file, for error texts
         self._values = values
         self._prefix = prefix
+        self._names: Mapping[str, str] = {}  # usual key -> the file's
 
     def integer(self, key: str, default: int = _REQUIRED, maximum: int = _MAX_INTEGER, minimum: int = 1) -> int:
         value = self._read(key, default)
@@ -104,6 +121,10 @@ class ConfigSection:
         """Whether the file gives a value, and not null."""
         return self._values.get(key) is not None
 
+    def as_dict(self) -> dict[str, Any]:
+        """The values, unchecked."""
+        return dict(self._values)
+
     def is_null(self, key: str) -> bool:
         """Whether the file says null, where that differs from saying nothing."""
         return key in self._values and self._values[key] is None
@@ -111,21 +132,24 @@ class ConfigSection:
     def token_ids(self, key: str, vocab_size: int) -> frozenset[int]:
         """An id, a list of ids, or nothing; all in [0, vocab_size)."""
         value = self._values.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = _as_list(value)
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
             raise self._wrong(key, f"a token id or a list of token ids from 0 to {vocab_size - 1}", value)
         return frozenset(ids)
 
     def _read(self, key: str, default: T) -> T:
-        value = self._values.get(key)
+        value = self._values.get(self._names.get(key, key))
         if value is not None:
             return value  # type: ignore[no-any-return]  # the caller checks the type
         if default is _REQUIRED:
-            raise CheckpointError(f"{self.path}: required key {self._prefix + key!r} is missing")
+            raise CheckpointError(f"{self.path}: required key {self._full_name(key)!r} is missing")
         return default
 
+    def _full_name(self, key: str) -> str:
+        return self._prefix + self._names.get(key, key)
+
     def _wrong(self, key: str, expected: str, found: object) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self._prefix + key!r} must be {expected}, found {shorten(found)}")
+        return CheckpointError(f"{self.path}: {self._full_name(key)!r} must be {expected}, found {shorten(found)}")
 
 
 def _is_number(value: object, minimum: float, maximum: float) -> bool:
@@ -139,7 +163,24 @@ class CheckpointConfig(ConfigSection):
         super().__init__(folder / "config.json", values)
         self.folder = folder
         self.architecture = self._supported_architecture()
+        self._names = _KEY_NAMES.get(self.architecture, {})
         self._check_quantization()
+        self._lift_text_section()
+
+    def revised(self, *, defaults: Mapping[str, Any] | None = None, **changes: Any) -> CheckpointConfig:
+        """A copy with other values: `changes` hold whatever the file says, `defaults` where it says nothing."""
+        copied = copy(self)
+        copied._values = {**(defaults or {}), **self._values, **changes}
+        return copied
+
+    def _lift_text_section(self) -> None:
+        """Read the section that describes the language model as if it were the file."""
+        key = _TEXT_SECTIONS.get(self.architecture)
+        text = None if key is None else self.section(key)
+        if text is None:
+            return
+        stop_ids = [each for ids in (self._values, text.as_dict()) for each in _as_list(ids.get("eos_token_id"))]
+        self._values = {**self._values, **text.as_dict()} | ({"eos_token_id": stop_ids} if stop_ids else {})
 
     @property
     def head_dim(self) -> int:
@@ -175,6 +216,10 @@ class CheckpointConfig(ConfigSection):
             )
 
 
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def read_config(folder: Path) -> CheckpointConfig:
     """Read and check `folder/config.json`. Raises CheckpointError: what was expected, what was found, what to do."""
     path = folder / "config.json"
@@ -198,7 +243,7 @@ def _check_holds(folder: Path, path: Path) -> None:
         )
 
 
-def read_model_spec(config: CheckpointConfig) -> ModelSpec:
+def read_model_spec(config: CheckpointConfig, *, is_rotary: bool = True) -> ModelSpec:
     """The `ModelSpec` of a checkpoint whose config uses the usual key names (Llama, Mistral and their kin)."""
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", maximum=_MAX_WIDTH)
@@ -209,8 +254,13 @@ def read_model_spec(config: CheckpointConfig) -> ModelSpec:
             f"({num_kv_heads})"
         )
     head_dim = config.head_dim
-    if head_dim % 2:
+    if is_rotary and head_dim % 2:
         raise CheckpointError(f"{config.path}: rotary embedding needs an even head_dim, found {head_dim}")
+    if not is_rotary and (num_kv_heads, num_heads * head_dim) != (num_heads, hidden_size):
+        raise CheckpointError(
+            f"{config.path}: {config.architecture} needs as many KV heads as heads, and these fill the hidden size, "
+            f"found {num_heads} heads, {num_kv_heads} KV heads of {head_dim} and a hidden size of {hidden_size}"
+        )
     num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     vocab_size = config.integer("vocab_size")
     rope = RopeParameters.from_config(config)
@@ -223,7 +273,10 @@ def read_model_spec(config: CheckpointConfig) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=rope.reach(config.integer("max_position_embeddings")),
-        layers=tuple(AttentionSpec(head_dim**-0.5, window) for window in _sliding_windows(config, num_layers)),
+        layers=tuple(
+            AttentionSpec(head_dim**-0.5, window, rotation=0 if is_rotary else None)
+            for window in _sliding_windows(config, num_layers)
+        ),
         eos_token_ids=config.token_ids("eos_token_id", vocab_size)
         | _generation_eos_token_ids(config.folder, vocab_size),
         bos_token_id=min(config.token_ids("bos_token_id", vocab_size), default=None),

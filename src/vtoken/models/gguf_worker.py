@@ -24,7 +24,7 @@ def convert(path: Path, folder: Path) -> None:
     reader = _read(path)
     _check_rope(reader)
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    _check_architecture(AutoConfig.from_pretrained(**source))
+    _check_config(AutoConfig.from_pretrained(**source))
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = model.config
     # A note on where the weights came from, which makes save_pretrained refuse; they are plain float32 by now.
@@ -75,11 +75,19 @@ def _number(reader: GGUFReader, key: str) -> int:
     return 0 if field is None else int(field.contents())
 
 
-def _check_architecture(config: PreTrainedConfig) -> None:
+def _check_config(config: PreTrainedConfig) -> None:
+    """The architecture is one of ours, and the file says what transformers takes for granted."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)
     if architecture not in supported_architectures():
         raise CheckpointError(
             f"architecture {architecture} is not supported; supported are {', '.join(supported_architectures())}"
+        )
+    # 256 in all of Gemma 2 and 3 but the 27B models, whose files do not say so.
+    scalar = getattr(config, "query_pre_attn_scalar", None)
+    if scalar is not None and scalar != config.head_dim:
+        raise CheckpointError(
+            f"{architecture} with heads of {config.head_dim} in GGUF files does not say how attention is scaled; use "
+            "safetensors"
         )
 
 

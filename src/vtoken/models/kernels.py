@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtoken.kernels import fused
+from vtoken.kernels.fused import Activation
 
 # Best first: 48 is a multiple of 6, 8, 12, 16 and 24, the rows that BLAS kernels take at once, and costs a lone token
 # hardly more than fewer would. A single row has no neighbours; it is the slow way out that is always right.
@@ -64,30 +65,49 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return out
 
 
-def rowwise_silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width].
+_ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+}
+
+
+def rowwise_activate(x: Tensor, activation: Activation) -> Tensor:
+    """x [T, width], changed in place, and returned.
 
     Row by row: torch computes the elements behind the last full SIMD vector of a tensor, or of a thread's share of it,
     by another exp than the rest, so in one call a row's bits would depend on where it lies.
     """
+    for row in range(len(x)):
+        x[row] = _ACTIVATIONS[activation](x[row])
+    return x
+
+
+def rowwise_activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`f(gate) * up`: gate_up [T, 2 * width], the gate first -> [T, width]. Row by row, see `rowwise_activate`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(up, memory_format=torch.contiguous_format)
-    for row in range(len(out)):
-        out[row] = F.silu(gate[row])
-    return out.mul_(up)
+    return rowwise_activate(gate.contiguous(), activation).mul_(up)
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """`residual += x`, in place; returns `residual / rms(residual) * weight`. Both [T, width].
 
-    Sums over the last dimension of a contiguous tensor are taken row by row, and the rest is exactly rounded: no row
-    depends on another.
+    A weight in the dtype of the residual multiplies what was rounded to it, as in Llama; a float32 weight multiplies
+    before, as in Gemma. Sums over the last dimension of a contiguous tensor are taken row by row, and the rest is
+    exactly rounded: no row depends on another.
     """
     if x is not None:
         residual += x
-    exact = residual.float()
-    mean_square = exact.pow(2).mean(dim=-1, keepdim=True)  # [T, 1]
-    return weight * (exact * torch.rsqrt(mean_square + eps)).to(residual.dtype)
+    return _rms_norm(residual, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    exact = x.float()
+    mean_square = exact.pow(2).mean(dim=-1, keepdim=True)
+    normed = exact * torch.rsqrt(mean_square + eps)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
@@ -96,8 +116,31 @@ def norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: in
     heads = qkv.view(len(qkv), qkv.shape[1] // len(q_weight), len(q_weight))
     queries, keys, _ = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     for part, weight in ((queries, q_weight), (keys, k_weight)):
-        part.copy_(add_rms_norm(part.contiguous(), None, weight, eps))
+        part.copy_(_rms_norm(part.contiguous(), weight, eps))
     return qkv
+
+
+def add_layer_norm(
+    residual: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """`residual += x`, in place; returns `(residual - mean) / std * weight + bias`. Both [T, width]; see above."""
+    if x is not None:
+        residual += x
+    exact = residual.float()
+    centred = exact - exact.mean(dim=-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.pow(2).mean(dim=-1, keepdim=True) + eps)
+    if weight is not None:
+        normed *= weight
+    if bias is not None:
+        normed += bias
+    return normed.to(residual.dtype)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)`: x [T, width], changed in place, and returned. Row by row, see `rowwise_activate`."""
+    for row in x:
+        row.div_(cap).tanh_().mul_(cap)
+    return x
 
 
 @dataclass(frozen=True)
@@ -105,20 +148,29 @@ class Kernels:
     """How the per-token operations that cost time are computed. A faster set may trade bits for speed."""
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias; before `Linear.prepare`
-    silu_and_mul: Callable[[Tensor], Tensor]
+    activate: Callable[[Tensor, Activation], Tensor]
+    activate_and_mul: Callable[[Tensor, Activation], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
+    add_layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float], Tensor]
     norm_heads: Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
 
-BATCH_INVARIANT = Kernels(tiled_linear, rowwise_silu_and_mul, add_rms_norm, norm_heads)
+BATCH_INVARIANT = Kernels(
+    tiled_linear, rowwise_activate, rowwise_activate_and_mul, add_rms_norm, add_layer_norm, norm_heads
+)
 
 
-def fast_silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`, compiled in float32 and torch's in other types."""
+def fast_activate(x: Tensor, activation: Activation) -> Tensor:
+    """As `rowwise_activate`, compiled in float32 and torch's in other types."""
+    return fused.activate(x, activation) if x.dtype == torch.float32 else _ACTIVATIONS[activation](x)
+
+
+def fast_activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """As `rowwise_activate_and_mul`, compiled in float32 and torch's in other types."""
     if gate_up.dtype == torch.float32:
-        return fused.silu_and_mul(gate_up)
+        return fused.activate_and_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return _ACTIVATIONS[activation](gate).mul_(up)
 
 
 def fast_add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -128,10 +180,21 @@ def fast_add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: f
     return add_rms_norm(residual, x, weight, eps)
 
 
+def fast_add_layer_norm(
+    residual: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """`add_layer_norm`, compiled in float32 and torch's in other types."""
+    if residual.dtype == torch.float32:
+        return fused.add_layer_norm(residual, x, weight, bias, eps)
+    return add_layer_norm(residual, x, weight, bias, eps)
+
+
 def fast_norm_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
     """`norm_heads`, compiled in float32 and torch's in other types."""
     norm = fused.norm_heads if qkv.dtype == torch.float32 else norm_heads
     return norm(qkv, q_weight, k_weight, num_kv_heads, eps)
 
 
-COMPILED = Kernels(F.linear, fast_silu_and_mul, fast_add_rms_norm, fast_norm_heads)
+COMPILED = Kernels(
+    F.linear, fast_activate, fast_activate_and_mul, fast_add_rms_norm, fast_add_layer_norm, fast_norm_heads
+)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vtoken.kernels.fused import Activation
 from vtoken.linear.base import LinearKernel, PreparedLinear
 from vtoken.models.base import WeightTarget
 from vtoken.models.kernels import Kernels
@@ -54,10 +55,11 @@ class Linear(nn.Module):
         self.weight = self.bias = None
         return self.prepared
 
-    def weight_map(self, name: str, rows: slice | None = None) -> dict[str, WeightTarget]:
-        """Targets of the checkpoint's layer `name`, which fills these rows of ours (None = all)."""
-        parameters = {"weight": self.weight, "bias": self.bias}
-        return {f"{name}.{kind}": WeightTarget(p, rows) for kind, p in parameters.items() if p is not None}
+    def weight_map(self, name: str, rows: slice | None = None, *, transposed: bool = False) -> dict[str, WeightTarget]:
+        """Targets of the checkpoint's layer `name`, which fills these rows of ours (None = all) and may have its matrix
+        as [in, out]."""
+        targets = {} if self.weight is None else {f"{name}.weight": WeightTarget(self.weight, rows, transposed)}
+        return targets if self.bias is None else targets | {f"{name}.bias": WeightTarget(self.bias, rows)}
 
 
 class Embedding(nn.Module):
@@ -87,12 +89,17 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight`, the mean square in float32 (Zhang and Sennrich, arXiv 1910.07467), behind a residual."""
+    """`x / rms(x) * weight`, the mean square in float32 (Zhang and Sennrich, arXiv 1910.07467), behind a residual.
 
-    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, kernels: Kernels) -> None:
+    `plus_one`: checkpoints hold `weight - 1`, as Gemma's do. Ours is then float32 in a model of any dtype: the sum
+    would lose digits in a narrow one, and Gemma multiplies before it rounds.
+    """
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, kernels: Kernels, plus_one: bool = False) -> None:
         super().__init__()
-        self.weight = empty_parameter(width, dtype=dtype)
+        self.weight = empty_parameter(width, dtype=torch.float32 if plus_one else dtype)
         self.eps = eps
+        self._offset = 1.0 if plus_one else 0.0
         self._add_rms_norm = kernels.add_rms_norm
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
@@ -101,40 +108,109 @@ class RMSNorm(nn.Module):
 
     __call__ = forward
 
+    def weight_map(self, name: str) -> dict[str, WeightTarget]:
+        return {f"{name}.weight": WeightTarget(self.weight, offset=self._offset)}
+
 
 class HeadNorms(nn.Module):
-    """RMS norms of every query and every key by itself, before they turn."""
+    """RMS norms of every query and every key by itself, before they turn; `plus_one` as in `RMSNorm`."""
 
-    def __init__(self, head_dim: int, num_kv_heads: int, eps: float, *, dtype: torch.dtype, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        num_kv_heads: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        plus_one: bool = False,
+    ) -> None:
         super().__init__()
-        self.q_weight = empty_parameter(head_dim, dtype=dtype)
-        self.k_weight = empty_parameter(head_dim, dtype=dtype)
+        self.q_norm = RMSNorm(head_dim, eps, dtype=dtype, kernels=kernels, plus_one=plus_one)
+        self.k_norm = RMSNorm(head_dim, eps, dtype=dtype, kernels=kernels, plus_one=plus_one)
         self._num_kv_heads, self._eps = num_kv_heads, eps
         self._norm_heads = kernels.norm_heads
 
     def forward(self, qkv: Tensor) -> Tensor:
         """[T, (num_heads + 2 * num_kv_heads) * head_dim], in place."""
-        return self._norm_heads(qkv, self.q_weight, self.k_weight, self._num_kv_heads, self._eps)
+        return self._norm_heads(qkv, self.q_norm.weight, self.k_norm.weight, self._num_kv_heads, self._eps)
 
     __call__ = forward
 
     def weight_map(self) -> dict[str, WeightTarget]:
-        return {"q_norm.weight": WeightTarget(self.q_weight), "k_norm.weight": WeightTarget(self.k_weight)}
+        return self.q_norm.weight_map("q_norm") | self.k_norm.weight_map("k_norm")
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean) / std * weight + bias` in float32 (Ba et al., arXiv 1607.06450), behind a residual."""
+
+    def __init__(
+        self, width: int, eps: float, *, dtype: torch.dtype, kernels: Kernels, has_weights: bool = True
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(width, dtype=dtype) if has_weights else None
+        self.bias = empty_parameter(width, dtype=dtype) if has_weights else None
+        self.eps = eps
+        self._add_layer_norm = kernels.add_layer_norm
+
+    def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
+        """Add x to the residual, in place, and return the sum's norm: [T, width] each."""
+        return self._add_layer_norm(residual, x, self.weight, self.bias, self.eps)
+
+    __call__ = forward
+
+    def weight_map(self, name: str) -> dict[str, WeightTarget]:
+        parameters = {"weight": self.weight, "bias": self.bias}
+        return {f"{name}.{kind}": WeightTarget(p) for kind, p in parameters.items() if p is not None}
+
+
+class MLP(nn.Module):
+    """`down(f(up(x)))`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation,
+        bias: bool,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, dtype=dtype, kernels=kernels)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, kernels=kernels)
+        self.activation: Activation = activation
+        self._activate = kernels.activate
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
+        hidden: Tensor = self.down_proj(self._activate(self.up_proj(x), self.activation))
+        return hidden
+
+    __call__ = forward
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one matrix (SwiGLU: Shazeer, arXiv 2002.05202)."""
+    """`down(f(gate(x)) * up(x))` with gate and up in one matrix (SwiGLU, GEGLU: Shazeer, arXiv 2002.05202)."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, kernels: Kernels
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        activation: Activation = "silu",
     ) -> None:
         super().__init__()
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, kernels=kernels)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, kernels=kernels)
-        self._silu_and_mul = kernels.silu_and_mul
+        self.activation: Activation = activation
+        self._activate_and_mul = kernels.activate_and_mul
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden_size] -> [T, hidden_size]
-        gated: Tensor = self._silu_and_mul(self.gate_up_proj(x))
+        gated: Tensor = self._activate_and_mul(self.gate_up_proj(x), self.activation)
         hidden: Tensor = self.down_proj(gated)
         return hidden
 

@@ -28,6 +28,7 @@ class Build:
     o_bias: bool = False
     mlp_bias: bool = False
     norms_heads: bool = False  # whether queries and keys have norms of their own
+    plus_one: bool = False  # whether those multiply by 1 + weight
     is_fused: bool = False  # whether the checkpoint has q, k and v in one matrix, and gate and up in another
     norm_eps: float
 
@@ -47,7 +48,14 @@ class LlamaAttention(nn.Module):
         self.o_proj = Linear(self.q_size, spec.hidden_size, bias=build.o_bias, dtype=dtype, kernels=kernels)
         self.head_norms: HeadNorms | None = None
         if build.norms_heads:
-            self.head_norms = HeadNorms(spec.head_dim, spec.num_kv_heads, build.norm_eps, dtype=dtype, kernels=kernels)
+            self.head_norms = HeadNorms(
+                spec.head_dim,
+                spec.num_kv_heads,
+                build.norm_eps,
+                dtype=dtype,
+                kernels=kernels,
+                plus_one=build.plus_one,
+            )
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:  # [T, hidden] -> [T, hidden]
         qkv = self.qkv_proj(x)

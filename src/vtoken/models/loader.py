@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,14 +18,11 @@ from vtoken.models.config import read_config
 from vtoken.models.kernels import BATCH_INVARIANT, Kernels
 from vtoken.models.registry import model_class
 from vtoken.models.resolve import resolve_model
-from vtoken.models.shards import Shard, find_shards
+from vtoken.models.shards import Shard, find_shards, unsupported_dtype
 
 __all__ = ["load_model", "resolve_dtype", "resolve_model"]
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Tables that old versions of transformers stored and that every model computes for itself.
-_COMPUTED_TENSORS: Final = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
@@ -55,7 +51,8 @@ def load_model(path: str | Path, dtype: str = "auto", kernels: Kernels = BATCH_I
     targets = outline.weight_map()
     assert sum(target.view.numel() for target in targets.values()) == outline.num_parameters, "the map has a hole"
     shards = find_shards(config.folder)
-    _check_names(config.folder, shards, targets, outline.tied_weights())
+    names = _weight_names(config.folder, shards, outline)
+    _check_names(config.folder, shards, names, targets, outline.tied_weights())
     try:
         model = build()
     except RuntimeError as error:
@@ -65,15 +62,36 @@ def load_model(path: str | Path, dtype: str = "auto", kernels: Kernels = BATCH_I
         ) from error
     targets = model.weight_map()
     for shard in shards:
-        _fill(shard, targets)
-    _check_tied(shards, targets, model.tied_weights())
+        _fill(shard, names, targets)
+    _check_tied(shards, names, targets, model.tied_weights())
     return model.eval()
 
 
-def _check_names(folder: Path, shards: list[Shard], targets: dict[str, WeightTarget], tied: dict[str, str]) -> None:
+def _weight_names(folder: Path, shards: list[Shard], model: CausalLM) -> dict[str, str]:
+    """Name in the files -> name in the model's maps, of each tensor that matters; no two with one."""
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for shard in shards:
+        for stored in shard.shapes:
+            name = model.weight_name(stored)
+            if name is None:
+                continue
+            if stored in shard.masks:
+                raise unsupported_dtype(shard.path, stored, shard.masks[stored])
+            if name in taken:
+                raise CheckpointError(
+                    f"{folder}: the weights hold {taken[name]!r} and {stored!r}, which are the same tensor"
+                )
+            names[stored], taken[name] = name, stored
+    return names
+
+
+def _check_names(
+    folder: Path, shards: list[Shard], names: dict[str, str], targets: dict[str, WeightTarget], tied: dict[str, str]
+) -> None:
     """Every target has its tensor, every tensor its target, and the shapes agree."""
     shapes = {name: shape for shard in shards for name, shape in shard.shapes.items()}
-    missing = targets.keys() - shapes.keys()
+    missing = targets.keys() - set(names.values())
     if missing:
         hint = (
             '; without lm_head.weight the config must say "tie_word_embeddings": true'
@@ -81,16 +99,18 @@ def _check_names(folder: Path, shards: list[Shard], targets: dict[str, WeightTar
             else ""
         )
         raise CheckpointError(f"{folder}: {_listing(missing)} missing from the weights{hint}")
-    unexpected = {name for name in shapes.keys() - targets.keys() - tied.keys() if not _COMPUTED_TENSORS.search(name)}
+    unexpected = {stored for stored, name in names.items() if name not in targets and name not in tied}
     if unexpected:
         raise CheckpointError(
             f"{folder}: {_listing(unexpected)} in the weights, but not in the model that config.json describes"
         )
-    for name, target in targets.items():
-        expected = tuple(target.view.shape)
-        if shapes[name] != expected:
+    for stored, name in names.items():
+        if name not in targets:
+            continue
+        expected = tuple(targets[name].view.shape)
+        if shapes[stored] != expected:
             raise CheckpointError(
-                f"{folder}: tensor {name!r} has shape {list(shapes[name])}, config.json makes it {list(expected)}"
+                f"{folder}: tensor {stored!r} has shape {list(shapes[stored])}, config.json makes it {list(expected)}"
             )
 
 
@@ -103,20 +123,26 @@ def _open(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: safetensors cannot read it ({error}); download it again") from error
 
 
-def _fill(shard: Shard, targets: dict[str, WeightTarget]) -> None:
+def _fill(shard: Shard, names: dict[str, str], targets: dict[str, WeightTarget]) -> None:
     """Copy a file's tensors to their places. Copied, not mapped: torch's own memory is aligned, as kernels like it."""
     with _open(shard.path) as file:
-        for name in shard.shapes:
-            if name in targets:
-                targets[name].view.copy_(file.get_tensor(name))
+        for stored in shard.shapes:
+            target = targets.get(names.get(stored, ""))
+            if target is not None:
+                target.fill(file.get_tensor(stored))
 
 
-def _check_tied(shards: list[Shard], targets: dict[str, WeightTarget], tied: dict[str, str]) -> None:
+def _check_tied(
+    shards: list[Shard], names: dict[str, str], targets: dict[str, WeightTarget], tied: dict[str, str]
+) -> None:
     """A tensor that repeats a tied one must be equal to it; else config and weights contradict each other."""
     for shard in shards:
-        for name in shard.shapes.keys() & tied.keys():
+        for stored_name in shard.shapes:
+            name = names.get(stored_name)
+            if name not in tied:
+                continue
             with _open(shard.path) as file:
-                stored = file.get_tensor(name)
+                stored = file.get_tensor(stored_name)
             view = targets[tied[name]].view
             if not torch.equal(stored.to(view.dtype), view):
                 raise CheckpointError(

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 _CLASSES: Final = {
     "LlamaForCausalLM": "vtoken.models.llama:Llama",
     "MistralForCausalLM": "vtoken.models.llama:Llama",
+    "GPT2LMHeadModel": "vtoken.models.gpt2:GPT2",
+    "OPTForCausalLM": "vtoken.models.opt:OPT",
+    "Gemma2ForCausalLM": "vtoken.models.gemma:Gemma",
+    "Gemma3ForCausalLM": "vtoken.models.gemma:Gemma",
+    "Gemma3ForConditionalGeneration": "vtoken.models.gemma:Gemma",
     "Phi3ForCausalLM": "vtoken.models.phi3:Phi3",
     "Qwen2ForCausalLM": "vtoken.models.qwen:Qwen2",
     "Qwen3ForCausalLM": "vtoken.models.qwen:Qwen3",

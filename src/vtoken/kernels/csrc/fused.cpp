@@ -8,9 +8,32 @@ namespace {
 
 constexpr int64_t kWorthAThread = 16384;  // elements below which a second thread costs more than it brings
 
-// e^-x and so the gate: x / (1 + e^-x).
-inline Vec silu(Vec x) { return x / (splat(1.0f) + exp(-x)); }
+// In the order of `ACTIVATIONS` in fused.py.
+enum Activation : int32_t { kSilu, kGelu, kGeluTanh, kQuickGelu, kRelu };
 
+template <Activation A>
+inline Vec activate(Vec x) {
+  const Vec one = splat(1.0f);
+  if constexpr (A == kSilu) return x / (one + exp(-x));
+  if constexpr (A == kQuickGelu) return x / (one + exp(splat(-1.702f) * x));
+  if constexpr (A == kRelu) return x != x || x > Vec{} ? x : Vec{};
+  if constexpr (A == kGeluTanh) {  // x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3)
+    const Vec minus_2u = x * (splat(-1.5957691216f) + splat(-0.0713548162726f) * (x * x));
+    return x / (one + exp(minus_2u));
+  }
+  // x * Phi(x), where 1 - erf is (Abramowitz and Stegun 7.1.26) a polynomial in t times e^(-z^2): to 1.5e-7, as torch's.
+  const Vec z = (x < Vec{} ? -x : x) * splat(0.70710678118654752f);
+  const Vec t = one / (one + splat(0.3275911f) * z);
+  Vec p = splat(1.061405429f);
+  p = p * t + splat(-1.453152027f);
+  p = p * t + splat(1.421413741f);
+  p = p * t + splat(-0.284496736f);
+  p = p * t + splat(0.254829592f);
+  const Vec half_tail = splat(0.5f) * p * t * exp(-(z * z));
+  return x * (x < Vec{} ? half_tail : one - half_tail);
+}
+
+// `out` may be `residual`.
 void norm_row(float* residual, const float* x, const float* weight, float* out, int64_t width, float eps) {
   Vec squares{};
   float rest = 0;
@@ -32,11 +55,63 @@ void norm_row(float* residual, const float* x, const float* weight, float* out, 
   for (; i < width; ++i) out[i] = residual[i] * factor * weight[i];
 }
 
-void gate_row(const float* gate, const float* up, float* out, int64_t width) {
+void layer_norm_row(float* residual, const float* x, const float* weight, const float* bias, float* out, int64_t width,
+                    float eps) {
+  Vec sums{};
+  float rest = 0;
   int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) store(out + i, silu(load(gate + i)) * load(up + i));
-  for (; i < width; ++i) out[i] = silu(splat(gate[i]))[0] * up[i];
+  for (; i + kLanes <= width; i += kLanes) {
+    Vec v = load(residual + i);
+    if (x) {
+      v += load(x + i);
+      store(residual + i, v);
+    }
+    sums += v;
+  }
+  for (; i < width; ++i) {
+    if (x) residual[i] += x[i];
+    rest += residual[i];
+  }
+  const float mean = (sum(sums) + rest) / float(width);
+  Vec squares{};
+  rest = 0;
+  for (i = 0; i + kLanes <= width; i += kLanes) {
+    const Vec v = load(residual + i) - splat(mean);
+    squares = fma(v, v, squares);
+  }
+  for (; i < width; ++i) rest += (residual[i] - mean) * (residual[i] - mean);
+  const float factor = 1.0f / std::sqrt((sum(squares) + rest) / float(width) + eps);
+  for (i = 0; i + kLanes <= width; i += kLanes) {
+    Vec v = (load(residual + i) - splat(mean)) * splat(factor);
+    if (weight) v = v * load(weight + i);
+    if (bias) v = v + load(bias + i);
+    store(out + i, v);
+  }
+  for (; i < width; ++i) {
+    float v = (residual[i] - mean) * factor;
+    if (weight) v *= weight[i];
+    if (bias) v += bias[i];
+    out[i] = v;
+  }
 }
+
+// `up` is null where nothing is gated; `out` may be `x`.
+template <Activation A>
+void activate_row(const float* x, const float* up, float* out, int64_t width) {
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vec v = activate<A>(load(x + i));
+    store(out + i, up ? v * load(up + i) : v);
+  }
+  for (; i < width; ++i) {
+    const float v = activate<A>(splat(x[i]))[0];
+    out[i] = up ? v * up[i] : v;
+  }
+}
+
+typedef void (*ActivateRow)(const float*, const float*, float*, int64_t);
+constexpr ActivateRow kActivations[] = {activate_row<kSilu>, activate_row<kGelu>, activate_row<kGeluTanh>,
+                                        activate_row<kQuickGelu>, activate_row<kRelu>};
 
 // Element i with element i + half, in place.
 void rotate_head(float* x, const float* cos, const float* sin, int64_t half) {
@@ -136,8 +211,9 @@ extern "C" {
 struct NormArgs {
   float* residual;      // [rows, width]; the sum is left here
   const float* x;       // [rows, width], or null
-  const float* weight;  // [width]
-  float* out;           // [rows, width] = norm(residual + x) * weight
+  const float* weight;  // [width]; of a layer norm it may be null
+  const float* bias;    // [width], or null; layer norm only
+  float* out;           // [rows, width] = norm(residual + x) * weight + bias
   int64_t rows, width;
   float eps;
   int32_t num_threads;
@@ -149,6 +225,16 @@ int64_t vtoken_add_rms_norm(const NormArgs* args) {
   for (int64_t r = 0; r < a.rows; ++r) {
     const int64_t at = r * a.width;
     vtoken::norm_row(a.residual + at, a.x ? a.x + at : nullptr, a.weight, a.out + at, a.width, a.eps);
+  }
+  return 0;
+}
+
+int64_t vtoken_add_layer_norm(const NormArgs* args) {
+  const NormArgs& a = *args;
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_threads > 1 && a.rows * a.width > vtoken::kWorthAThread)
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const int64_t at = r * a.width;
+    vtoken::layer_norm_row(a.residual + at, a.x ? a.x + at : nullptr, a.weight, a.bias, a.out + at, a.width, a.eps);
   }
   return 0;
 }
@@ -174,19 +260,20 @@ int64_t vtoken_norm_heads(const HeadNormArgs* args) {
   return 0;
 }
 
-struct GateArgs {
-  const float* gate_up;  // [rows, 2 * width], the gate first
-  float* out;            // [rows, width] = silu(gate) * up
+struct ActivateArgs {
+  const float* x;  // [rows, width]; gated [rows, 2 * width], the gate first
+  float* out;      // [rows, width] = f(x), gated f(gate) * up
   int64_t rows, width;
-  int32_t num_threads;
+  int32_t activation, is_gated, num_threads;
 };
 
-int64_t vtoken_silu_and_mul(const GateArgs* args) {
-  const GateArgs& a = *args;
+int64_t vtoken_activate(const ActivateArgs* args) {
+  const ActivateArgs& a = *args;
+  const vtoken::ActivateRow activate_row = vtoken::kActivations[a.activation];
 #pragma omp parallel for num_threads(a.num_threads) if (a.num_threads > 1 && a.rows * a.width > vtoken::kWorthAThread)
   for (int64_t r = 0; r < a.rows; ++r) {
-    const float* gate = a.gate_up + r * 2 * a.width;
-    vtoken::gate_row(gate, gate + a.width, a.out + r * a.width, a.width);
+    const float* x = a.x + r * (a.is_gated ? 2 : 1) * a.width;
+    activate_row(x, a.is_gated ? x + a.width : nullptr, a.out + r * a.width, a.width);
   }
   return 0;
 }
