@@ -13,6 +13,7 @@ from tests.tiny_models import (
     LLAMA3_ROPE,
     VOCAB_SIZE,
     YARN_ROPE,
+    save_any,
     save_llama,
     save_mistral,
     save_phi3,
@@ -36,6 +37,8 @@ FAMILIES = {
     "phi3, part of a head": lambda folder: save_phi3(
         folder, sliding_window=9, rope_parameters={"rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
     ),
+    "stablelm, by transformers' code": lambda folder: save_any(folder, "StableLm"),
+    "cohere2, by transformers' code": lambda folder: save_any(folder, "Cohere2", num_hidden_layers=4, sliding_window=9),
 }
 
 MEMORIES = {

@@ -35,6 +35,8 @@ def dense_causal(
         q, k, v = split_heads(spec, qkv, facts.pick(rotations))
         group = spec.num_heads // spec.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * facts.scale
+        if facts.soft_cap is not None:
+            scores = facts.soft_cap * (scores / facts.soft_cap).tanh()
         distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
         visible = distance >= 0 if facts.window is None else (distance >= 0) & (distance < facts.window)
         for position, length in (died_at or {}).items():

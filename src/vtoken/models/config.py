@@ -129,12 +129,12 @@ def _is_number(value: object, minimum: float, maximum: float) -> bool:
 
 
 class CheckpointConfig(ConfigSection):
-    """The `config.json` of a folder, of an architecture that we have."""
+    """The `config.json` of a folder. `architecture` is the first it names that is a family of ours, else the first."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         super().__init__(folder / "config.json", values)
         self.folder = folder
-        self.architecture = self._supported_architecture()
+        self.architecture = self._architecture()
         self._check_quantization()
 
     @property
@@ -146,17 +146,12 @@ class CheckpointConfig(ConfigSection):
             default = self.integer("hidden_size", maximum=_MAX_WIDTH) // heads
         return self.integer("head_dim", default=default, maximum=_MAX_WIDTH)
 
-    def _supported_architecture(self) -> str:
+    def _architecture(self) -> str:
         found = self._values.get("architectures")
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found) or not found:
             raise self._wrong("architectures", "a list of class names such as ['LlamaForCausalLM']", found)
         supported = supported_architectures()
-        for name in found:
-            if name in supported:
-                return str(name)
-        raise CheckpointError(
-            f"{self.path}: architecture {', '.join(found)} is not supported; supported are {', '.join(supported)}"
-        )
+        return next((name for name in found if name in supported), str(found[0]))
 
     def _check_quantization(self) -> None:
         quantization = self.section("quantization_config")
@@ -221,7 +216,7 @@ def read_model_spec(config: CheckpointConfig) -> ModelSpec:
         max_position_embeddings=rope.reach(config.integer("max_position_embeddings")),
         layers=tuple(AttentionSpec(head_dim**-0.5, window) for window in _sliding_windows(config, num_layers)),
         eos_token_ids=config.token_ids("eos_token_id", vocab_size)
-        | _generation_eos_token_ids(config.folder, vocab_size),
+        | generation_eos_token_ids(config.folder, vocab_size),
         bos_token_id=min(config.token_ids("bos_token_id", vocab_size), default=None),
         rope_lengths=rope.lengths,
     )
@@ -256,7 +251,7 @@ def _switched_windows(config: CheckpointConfig, num_layers: int) -> tuple[int | 
     return tuple(window if each == "sliding_attention" else None for each in types)
 
 
-def _generation_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
+def generation_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
     """Stop ids of `generation_config.json`. Chat models often name theirs only there, some have no such file."""
     path = folder / "generation_config.json"
     if not path.is_file():

@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 
-# The floating-point formats that weights may be stored in, with bytes an element.
-_DTYPE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# The floating-point formats that weights may be stored in, with bytes an element, and what masks and tables come in.
+FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPE_BYTES: Final = {**FLOATS, "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
 
 _LFS_MARK: Final = b"version https://git-lfs"
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the format
@@ -35,6 +36,7 @@ class Shard:
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]  # tensor name -> shape
+    dtypes: Mapping[str, str]  # tensor name -> format, as safetensors names it
 
 
 def find_shards(folder: Path) -> list[Shard]:
@@ -137,13 +139,18 @@ def read_shard(path: Path) -> Shard:
             f"{path} is {'short' if size < expected else 'too long'}: its header says {expected} bytes, found {size}; "
             "download it again"
         )
-    return Shard(path, {name: tensor.shape for name, tensor in tensors.items()})
+    return Shard(
+        path,
+        {name: tensor.shape for name, tensor in tensors.items()},
+        {name: tensor.dtype for name, tensor in tensors.items()},
+    )
 
 
 class _Tensor(NamedTuple):
     start: int  # its bytes are [start, end) of the data
     end: int
     shape: tuple[int, ...]
+    dtype: str
 
 
 def _read_tensor(path: Path, name: str, entry: object) -> _Tensor:
@@ -158,13 +165,18 @@ def _read_tensor(path: Path, name: str, entry: object) -> _Tensor:
                 f"integers >= 0, found {shorten(entry)}"
             )
     if dtype not in _DTYPE_BYTES:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} is stored as {dtype}; supported are {', '.join(_DTYPE_BYTES)} (quantised "
-            "checkpoints cannot be served)"
-        )
+        raise not_a_float(path, name, dtype)
     if prod(shape) * _DTYPE_BYTES[dtype] != end - start:
         raise CheckpointError(f"{path}: tensor {name!r} of shape {shape} in {dtype} cannot take {end - start} bytes")
-    return _Tensor(start, end, tuple(shape))
+    return _Tensor(start, end, tuple(shape), dtype)
+
+
+def not_a_float(path: Path, name: str, dtype: str) -> CheckpointError:
+    """The error for a weight stored in a format that is none for weights."""
+    return CheckpointError(
+        f"{path}: tensor {name!r} is stored as {dtype}; supported are {', '.join(FLOATS)} (quantised checkpoints "
+        "cannot be served)"
+    )
 
 
 def _end_of_data(path: Path, tensors: Mapping[str, _Tensor]) -> int:
