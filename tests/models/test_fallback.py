@@ -320,9 +320,12 @@ def test_weights_that_do_not_fill_the_model_are_refused(
         load_model(checkpoint)
 
 
-def test_masks_in_old_checkpoints_are_no_weights(tmp_path: Path) -> None:
+def test_masks_and_tables_in_old_checkpoints_are_no_weights(tmp_path: Path) -> None:
     folder = save_any(tmp_path / "model", "GPTNeoX")
-    rewrite(folder, {f"gpt_neox.layers.{i}.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool) for i in (0, 1)})
+    for i in (0, 1):
+        name = f"gpt_neox.layers.{i}.attention."
+        rewrite(folder, {name + "bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), name + "masked_bias": torch.ones(1)})
+        rewrite(folder, {name + "rotary_emb.inv_freq": torch.ones(2)})
     load_model(folder)
 
 

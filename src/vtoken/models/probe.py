@@ -72,9 +72,9 @@ class _Notes:
     sizes: set[tuple[int, int, int]] = field(default_factory=set)
     layers: list[AttentionSpec] = field(default_factory=list)
 
-    def make_mask(self, *, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
+    def make_mask(self, *, kv_length: int, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
         self.windows.append(_window(mask_function, min(self.max_positions, _FARTHEST)))
-        return torch.full((1, 1, q_length, kv_length), len(self.windows) - 1)
+        return torch.full((1, 1, kv_length, kv_length), len(self.windows) - 1)
 
     def attend(self, call: AttentionCall) -> Tensor:
         self._check(call)
