@@ -37,6 +37,7 @@ FAMILIES = {
     "phi3, part of a head": lambda folder: save_phi3(
         folder, sliding_window=9, rope_parameters={"rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
     ),
+    "mixtral with a window": lambda folder: save_any(folder, "Mixtral", num_local_experts=5, sliding_window=9),
     "stablelm, by transformers' code": lambda folder: save_any(folder, "StableLm"),
     "cohere2, by transformers' code": lambda folder: save_any(folder, "Cohere2", num_hidden_layers=4, sliding_window=9),
 }

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtoken.models.experts import SparseMLP
+from vtoken.models.experts import Experts, SparseMLP
 from vtoken.models.kernels import BATCH_INVARIANT, COMPILED, Kernels
 from vtoken.models.layers import GatedMLP
 
@@ -24,15 +24,8 @@ def make() -> Callable[..., SparseMLP]:
         kernels: Kernels = BATCH_INVARIANT,
         dtype: torch.dtype = torch.float32,
     ) -> SparseMLP:
-        made = SparseMLP(
-            hidden_size,
-            53,
-            num_experts=num_experts,
-            top_k=top_k,
-            renormalise=renormalise,
-            dtype=dtype,
-            kernels=kernels,
-        )
+        of = Experts(number=num_experts, top_k=top_k, width=53, renormalise=renormalise)
+        made = SparseMLP(hidden_size, of, dtype=dtype, kernels=kernels)
         generator = torch.Generator().manual_seed(0)
         for parameter in made.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
@@ -46,7 +39,7 @@ def plainly(mlp: SparseMLP, x: Tensor, *, renormalise: bool) -> Tensor:
     rows = []
     for token in x:
         likelihood = F.softmax(F.linear(token, mlp.gate.weight), dim=-1)
-        best = likelihood.argsort(descending=True)[: mlp.top_k].tolist()
+        best = likelihood.argsort(descending=True)[: mlp.of.top_k].tolist()
         total = sum(likelihood[i] for i in best) if renormalise else 1
         out = torch.zeros_like(token)
         for i in best:

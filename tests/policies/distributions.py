@@ -1,4 +1,4 @@
-"""Installed packages that offer policies or models: the files that pip would leave behind, in a folder of the test's own."""
+"""Installed packages that offer policies or models: what pip would leave behind, in a folder of the test's own."""
 
 from __future__ import annotations
 

@@ -33,10 +33,16 @@ _MIN_NUMBER: Final = 1e-12
 _MAX_NUMBER: Final = 1e12
 
 # What transformers takes for a key that the config does not mention. A window of null in the file is none.
-_DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096, "Phi3ForCausalLM": 0}
+_DEFAULT_WINDOWS: Final = {
+    "MistralForCausalLM": 4096,
+    "MixtralForCausalLM": None,
+    "Phi3ForCausalLM": None,
+    "Qwen3MoeForCausalLM": 4096,
+}
 _DEFAULT_HEAD_DIMS: Final = {"Qwen3ForCausalLM": 128}
-# Architectures whose windows have a switch of their own.
+# Architectures whose windows have a switch of their own, for some of the layers or for all.
 _SWITCHED_WINDOWS: Final = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_SWITCHED_AT_ONCE: Final = frozenset({"Qwen3MoeForCausalLM"})
 
 
 class ConfigSection:
@@ -93,12 +99,23 @@ class ConfigSection:
             raise self._wrong(key, "an object", value)
         return ConfigSection(self.path, value, prefix=f"{self._prefix}{key}.") if value else None
 
+    def integers(self, key: str) -> list[int]:
+        """A list of integers from 0 up; empty when it is absent or null."""
+        value: list[int] = self._read(key, [])
+        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+            raise self._wrong(key, "a list of integers from 0", value)
+        return value
+
     def texts(self, key: str) -> list[str] | None:
         """A list of strings, or None when it is absent or null."""
         value = self._values.get(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             raise self._wrong(key, "a list of strings", value)
         return value
+
+    def names(self, key: str) -> bool:
+        """Whether the file has the key."""
+        return key in self._values
 
     def is_null(self, key: str) -> bool:
         """Whether the file says null, where that differs from saying nothing."""
@@ -226,9 +243,13 @@ def _sliding_windows(config: CheckpointConfig, num_layers: int) -> tuple[int | N
     """The window of each layer; None = a layer that sees everything."""
     if config.architecture in _SWITCHED_WINDOWS:
         return _switched_windows(config, num_layers)
+    if config.architecture in _SWITCHED_AT_ONCE and not config.flag("use_sliding_window", default=False):
+        return (None,) * num_layers
     window = None
     if config.architecture in _DEFAULT_WINDOWS and not config.is_null("sliding_window"):
-        window = config.integer("sliding_window", default=_DEFAULT_WINDOWS[config.architecture])
+        window = _DEFAULT_WINDOWS[config.architecture]
+        if window is not None or config.names("sliding_window"):
+            window = config.integer("sliding_window", default=window or 0)
     return (window,) * num_layers
 
 

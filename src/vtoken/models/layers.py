@@ -131,6 +131,11 @@ class HeadNorms(nn.Module):
         return {"q_norm.weight": WeightTarget(self.q_weight), "k_norm.weight": WeightTarget(self.k_weight)}
 
 
+def matrix_flops(module: nn.Module) -> int:
+    """Floating-point operations of all matrices inside for one token."""
+    return 2 * sum(each.in_features * each.out_features for each in module.modules() if isinstance(each, Linear))
+
+
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))` with gate and up in one matrix (SwiGLU: Shazeer, arXiv 2002.05202)."""
 

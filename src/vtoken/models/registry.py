@@ -20,9 +20,11 @@ GROUP: Final = "vtoken.models"
 BUILT_IN: Final = {
     "LlamaForCausalLM": "vtoken.models.llama:Llama",
     "MistralForCausalLM": "vtoken.models.llama:Llama",
+    "MixtralForCausalLM": "vtoken.models.mixtral:Mixtral",
     "Phi3ForCausalLM": "vtoken.models.phi3:Phi3",
     "Qwen2ForCausalLM": "vtoken.models.qwen:Qwen2",
     "Qwen3ForCausalLM": "vtoken.models.qwen:Qwen3",
+    "Qwen3MoeForCausalLM": "vtoken.models.qwen:Qwen3Moe",
 }
 
 
