@@ -21,7 +21,8 @@ from vtoken.models.loader import load_model
 from vtoken.models.prepare import prepare_linears
 from vtoken.models.registry import BUILT_IN, GROUP, model_class, supported_architectures
 
-PAGE = (Path(__file__).parents[2] / "docs" / "add-a-model.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "add-a-model.md").read_text(encoding="utf-8")
 FAMILY, TEST, ROW = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (PROJECT,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 [(ARCHITECTURE, CLASS)] = tomllib.loads(PROJECT)["project"]["entry-points"][GROUP].items()
@@ -94,6 +95,11 @@ def test_the_members_are_those_of_the_face() -> None:
     face = {name for name in vars(CausalLM) if not name.startswith("_")}
     whole = {"hidden_states", "dtype", "num_parameters", "num_weight_bytes"}  # which a family need not write
     assert shown - {"spec"} == face - whole
+
+
+def test_every_family_of_ours_is_on_the_page_of_models() -> None:
+    page = (DOCS / "models.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) >= BUILT_IN.keys()
 
 
 def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, package: str = "offered") -> None:
