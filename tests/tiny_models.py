@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
@@ -282,6 +283,14 @@ def save_phi3(
     own = {"pad_token_id": None, "original_max_position_embeddings": config.get("max_position_embeddings", 512)}
     model = Phi3ForCausalLM(Phi3Config(**_SIZES | own | config))
     return _save(model, folder, seed, max_shard_size, tokenizer)
+
+
+def save_any(folder: Path, family: str, *, seed: int = 0, tokenizer: bool = False, **config: Any) -> Path:
+    """Write a checkpoint of `<family>ForCausalLM` or its like; `config` overrides sizes like those of the others."""
+    made = getattr(transformers, f"{family}Config")(**_SIZES | {"pad_token_id": None} | config)
+    kinds = (f"{family}{suffix}" for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    kind = next(kind for kind in kinds if hasattr(transformers, kind))
+    return _save(getattr(transformers, kind)(made), folder, seed, "1GB", tokenizer)
 
 
 _SIZES: dict[str, Any] = {

@@ -13,6 +13,7 @@ from tests.tiny_models import (
     LLAMA3_ROPE,
     VOCAB_SIZE,
     YARN_ROPE,
+    save_any,
     save_gemma2,
     save_gemma3,
     save_gpt2,
@@ -47,6 +48,9 @@ FAMILIES = {
     "phi3, part of a head": lambda folder: save_phi3(
         folder, sliding_window=9, rope_parameters={"rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
     ),
+    "mixtral with a window": lambda folder: save_any(folder, "Mixtral", num_local_experts=5, sliding_window=9),
+    "stablelm, by transformers' code": lambda folder: save_any(folder, "StableLm"),
+    "cohere2, by transformers' code": lambda folder: save_any(folder, "Cohere2", num_hidden_layers=4, sliding_window=9),
 }
 
 MEMORIES = {

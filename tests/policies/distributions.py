@@ -1,4 +1,4 @@
-"""Installed packages that offer policies: the files that pip would leave behind, in a folder of the test's own."""
+"""Installed packages that offer policies or models: what pip would leave behind, in a folder of the test's own."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ def install(
     entry_points: Mapping[str, str],
     files: Mapping[str, str],
     version: str = "1.0",
+    group: str = registry.GROUP,
 ) -> None:
     """Put a distribution where Python finds it, until the test ends.
 
-    `entry_points` are policies by name, as in a `pyproject.toml`; `files` are modules by file name.
+    `entry_points` are policies by name, as in a `pyproject.toml`, or what another `group` has; `files` are modules by
+    file name.
     """
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
-    lines = [f"[{registry.GROUP}]", *(f"{key} = {value}" for key, value in entry_points.items())]
+    lines = [f"[{group}]", *(f"{key} = {value}" for key, value in entry_points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for file, text in files.items():
         (site / file).write_text(text, encoding="utf-8")

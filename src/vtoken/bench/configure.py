@@ -212,20 +212,20 @@ def _place(asked: Asked) -> tuple[Place, int, CountTokens | None]:
 
 def _model_place(model: str, *, with_tokenizer: bool) -> tuple[Place, int, CountTokens | None]:
     from vtoken.bench.engine_stage import EngineStage
-    from vtoken.models.config import read_config, read_model_spec
+    from vtoken.models.loader import read_limits
     from vtoken.models.resolve import resolve_model
 
     folder = resolve_model(model)
-    spec = read_model_spec(read_config(folder))
+    limits = read_limits(folder)
     count_tokens: CountTokens | None = None
     if with_tokenizer:
         from vtoken.engine.text import Tokenizer
 
-        tokenizer = Tokenizer.from_folder(folder, spec.vocab_size)
+        tokenizer = Tokenizer.from_folder(folder, limits.vocab_size)
 
         def count(text: str) -> int:
             return len(tokenizer.encode(text))
 
         count_tokens = count
     about = {"model": model, "device": "this machine, by its own clock", "attention": "the model's, on random prompts"}
-    return Place(partial(EngineStage, model=model), about), spec.max_position_embeddings, count_tokens
+    return Place(partial(EngineStage, model=model), about), limits.max_position_embeddings, count_tokens

@@ -45,6 +45,7 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
     kernels = COMPILED if BACKENDS[backend].compiled else BATCH_INVARIANT
     model = load_model(folder, config.dtype, kernels)
     spec = model.spec
+    _check_statistics(retention, model)
     # Left to itself the reference backend keeps every row apart, linears included.
     if BACKENDS[backend].compiled or (config.linear_backend, config.quantization) != ("auto", None):
         linears = prepare_linears(model, backend=config.linear_backend, quantization=config.quantization)
@@ -101,7 +102,7 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         clock,
         costs=costs,
         row_positions=needs_positions,
-        statistics=executor.backend.statistics,
+        statistics=executor.backend.statistics - model.missing_statistics,
     )
     facts = EngineFacts(
         spec.vocab_size,
@@ -152,6 +153,19 @@ def _retention(config: EngineConfig, statistics: frozenset[type[Statistic]]) -> 
                 f"{config.attention_backend!r} does not give"
             )
     return settings
+
+
+def _check_statistics(retention: RetentionSettings, model: CausalLM) -> None:
+    """What the backend gives is checked before the weights are read; what the model lacks can be told only now."""
+    policy = retention.policy
+    if policy is None:
+        return
+    for need in policy.needs:
+        if type(need) in model.missing_statistics:
+            raise ConfigError(
+                f"kv_policy={policy.name!r} needs {need.name}, which cannot be had of {model.spec.architecture} as it "
+                "is served here; take another policy"
+            )
 
 
 def _kv_formats(config: EngineConfig, dtype: torch.dtype) -> tuple[str, str]:

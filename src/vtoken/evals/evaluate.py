@@ -16,8 +16,7 @@ from vtoken.engine.text import Tokenizer
 from vtoken.evals.meter import Meter
 from vtoken.evals.setting import Grid, Setting, engine_settings
 from vtoken.evals.task import Grade, Probe, Task
-from vtoken.models.config import read_config, read_model_spec
-from vtoken.models.loader import resolve_model
+from vtoken.models.loader import read_limits, resolve_model
 from vtoken.schedule.retention import KEEPS_ALL, RetentionSettings
 
 Advance = Callable[[Setting], None]
@@ -62,7 +61,7 @@ def evaluate(
     """
     settings = {name: engine_settings(name, engine) for name in grid.formats}
     folder = resolve_model(model)
-    positions = read_model_spec(read_config(folder)).max_position_embeddings
+    positions = read_limits(folder).max_position_embeddings
     if task.longest > positions:  # which might be more than there is memory for
         raise ConfigError(
             f"length: {task.longest:,} tokens are more than the {positions:,} that {model} has places for"

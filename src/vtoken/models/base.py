@@ -6,13 +6,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 
 from vtoken.attention.rotation import Rotation
 from vtoken.models.spec import ModelSpec
+from vtoken.policies.statistics import Statistic
 
 # (layer index, qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]) -> [T, num_heads * head_dim].
 # Queries, keys and values of every token side by side, still to be turned by the rotation that the layer's
@@ -59,6 +60,10 @@ class CausalLM(nn.Module, ABC):
     """
 
     spec: ModelSpec
+    is_replayable: bool = True
+    """Whether `decode` makes the same kernel calls in each step of as many tokens, and computes nothing beside them."""
+    missing_statistics: ClassVar[frozenset[type[Statistic]]] = frozenset()
+    """What cannot be had of this model, whatever the attention backend gives."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:

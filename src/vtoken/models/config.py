@@ -34,10 +34,16 @@ _MIN_NUMBER: Final = 1e-12
 _MAX_NUMBER: Final = 1e12
 
 # What transformers takes for a key that the config does not mention. A window of null in the file is none.
-_DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096, "Phi3ForCausalLM": None}
+_DEFAULT_WINDOWS: Final = {
+    "MistralForCausalLM": 4096,
+    "MixtralForCausalLM": None,
+    "Phi3ForCausalLM": None,
+    "Qwen3MoeForCausalLM": 4096,
+}
 _DEFAULT_HEAD_DIMS: Final = {"Qwen3ForCausalLM": 128}
-# Architectures whose windows have a switch of their own.
+# Architectures whose windows have a switch of their own, for some of the layers or for all.
 _SWITCHED_WINDOWS: Final = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_SWITCHED_AT_ONCE: Final = frozenset({"Qwen3MoeForCausalLM"})
 
 
 # What an architecture calls a key that the others agree on.
@@ -110,6 +116,13 @@ class ConfigSection:
             raise self._wrong(key, "an object", value)
         return ConfigSection(self.path, value, prefix=f"{self._prefix}{key}.") if value else None
 
+    def integers(self, key: str) -> list[int]:
+        """A list of integers from 0 up; empty when it is absent or null."""
+        value: list[int] = self._read(key, [])
+        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+            raise self._wrong(key, "a list of integers from 0", value)
+        return value
+
     def texts(self, key: str) -> list[str] | None:
         """A list of strings, or None when it is absent or null."""
         value = self._values.get(key)
@@ -157,12 +170,12 @@ def _is_number(value: object, minimum: float, maximum: float) -> bool:
 
 
 class CheckpointConfig(ConfigSection):
-    """The `config.json` of a folder, of an architecture that we have."""
+    """The `config.json` of a folder. `architecture` is the first it names that is a family of ours, else the first."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         super().__init__(folder / "config.json", values)
         self.folder = folder
-        self.architecture = self._supported_architecture()
+        self.architecture = self._architecture()
         self._names = _KEY_NAMES.get(self.architecture, {})
         self._check_quantization()
         self._lift_text_section()
@@ -191,17 +204,12 @@ class CheckpointConfig(ConfigSection):
             default = self.integer("hidden_size", maximum=_MAX_WIDTH) // heads
         return self.integer("head_dim", default=default, maximum=_MAX_WIDTH)
 
-    def _supported_architecture(self) -> str:
+    def _architecture(self) -> str:
         found = self._values.get("architectures")
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found) or not found:
             raise self._wrong("architectures", "a list of class names such as ['LlamaForCausalLM']", found)
         supported = supported_architectures()
-        for name in found:
-            if name in supported:
-                return str(name)
-        raise CheckpointError(
-            f"{self.path}: architecture {', '.join(found)} is not supported; supported are {', '.join(supported)}"
-        )
+        return next((name for name in found if name in supported), str(found[0]))
 
     def _check_quantization(self) -> None:
         quantization = self.section("quantization_config")
@@ -278,7 +286,7 @@ def read_model_spec(config: CheckpointConfig, *, is_rotary: bool = True) -> Mode
             for window in _sliding_windows(config, num_layers)
         ),
         eos_token_ids=config.token_ids("eos_token_id", vocab_size)
-        | _generation_eos_token_ids(config.folder, vocab_size),
+        | generation_eos_token_ids(config.folder, vocab_size),
         bos_token_id=min(config.token_ids("bos_token_id", vocab_size), default=None),
         rope_lengths=rope.lengths,
     )
@@ -288,6 +296,8 @@ def _sliding_windows(config: CheckpointConfig, num_layers: int) -> tuple[int | N
     """The window of each layer; None = a layer that sees everything."""
     if config.architecture in _SWITCHED_WINDOWS:
         return _switched_windows(config, num_layers)
+    if config.architecture in _SWITCHED_AT_ONCE and not config.flag("use_sliding_window", default=False):
+        return (None,) * num_layers
     window = None
     if config.architecture in _DEFAULT_WINDOWS and not config.is_null("sliding_window"):
         window = _DEFAULT_WINDOWS[config.architecture]
@@ -315,7 +325,7 @@ def _switched_windows(config: CheckpointConfig, num_layers: int) -> tuple[int | 
     return tuple(window if each == "sliding_attention" else None for each in types)
 
 
-def _generation_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
+def generation_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
     """Stop ids of `generation_config.json`. Chat models often name theirs only there, some have no such file."""
     path = folder / "generation_config.json"
     if not path.is_file():

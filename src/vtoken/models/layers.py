@@ -24,13 +24,22 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 class Linear(nn.Module):
     """`x @ weight.T + bias`.
 
-    Once loaded, `prepare` may hand the weight to a faster kernel, which holds it in a form of its own.
+    Once loaded, `prepare` may hand the weight to a faster kernel, which holds it in a form of its own. A weight that
+    `is_delicate` keeps its numbers whatever quantisation is asked for.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, kernels: Kernels
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        is_delicate: bool = False,
     ) -> None:
         super().__init__()
+        self.is_delicate = is_delicate
         self.in_features, self.out_features = in_features, out_features
         self.weight: nn.Parameter | None = empty_parameter(out_features, in_features, dtype=dtype)
         self.bias: nn.Parameter | None = empty_parameter(out_features, dtype=dtype) if bias else None
@@ -188,6 +197,11 @@ class MLP(nn.Module):
         return hidden
 
     __call__ = forward
+
+
+def matrix_flops(module: nn.Module) -> int:
+    """Floating-point operations of all matrices inside for one token."""
+    return 2 * sum(each.in_features * each.out_features for each in module.modules() if isinstance(each, Linear))
 
 
 class GatedMLP(nn.Module):

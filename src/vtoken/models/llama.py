@@ -14,8 +14,9 @@ from vtoken.attention.rotation import Rotation
 from vtoken.base.errors import CheckpointError
 from vtoken.models.base import Attend, CausalLM, WeightTarget
 from vtoken.models.config import CheckpointConfig, read_model_spec
+from vtoken.models.experts import Experts, SparseMLP
 from vtoken.models.kernels import BATCH_INVARIANT, Kernels
-from vtoken.models.layers import Embedding, GatedMLP, HeadNorms, Linear, RMSNorm
+from vtoken.models.layers import Embedding, GatedMLP, HeadNorms, Linear, RMSNorm, matrix_flops
 from vtoken.models.rope import RopeParameters, RotaryEmbedding
 from vtoken.models.spec import ModelSpec
 
@@ -31,6 +32,8 @@ class Build:
     plus_one: bool = False  # whether those multiply by 1 + weight
     is_fused: bool = False  # whether the checkpoint has q, k and v in one matrix, and gate and up in another
     norm_eps: float
+    experts: Experts | None = None
+    dense_layers: frozenset[int] = frozenset()  # those that have one MLP all the same
 
 
 class LlamaAttention(nn.Module):
@@ -94,7 +97,11 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, build.norm_eps, dtype=dtype, kernels=kernels)
         self.self_attn = LlamaAttention(build, spec, layer, dtype=dtype, kernels=kernels)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, build.norm_eps, dtype=dtype, kernels=kernels)
-        self.mlp = GatedMLP(spec.hidden_size, width, bias=build.mlp_bias, dtype=dtype, kernels=kernels)
+        self.mlp: GatedMLP | SparseMLP
+        if build.experts is None or layer in build.dense_layers:
+            self.mlp = GatedMLP(spec.hidden_size, width, bias=build.mlp_bias, dtype=dtype, kernels=kernels)
+        else:
+            self.mlp = SparseMLP(spec.hidden_size, build.experts, dtype=dtype, kernels=kernels)
 
     def forward(self, residual: Tensor, x: Tensor | None, attend: Attend) -> Tensor:
         """Add x, what the layer before returned, to the residual; return what is to be added next. [T, hidden] each."""
@@ -106,12 +113,21 @@ class LlamaLayer(nn.Module):
 
     def weight_map(self) -> dict[str, WeightTarget]:
         """Names below `model.layers.<i>.`."""
+        if isinstance(self.mlp, SparseMLP):
+            mlp = self.mlp.weight_map()
+        else:
+            mlp = {f"mlp.{name}": target for name, target in self.mlp.weight_map(self.is_fused).items()}
         return {
             "input_layernorm.weight": WeightTarget(self.input_layernorm.weight),
             "post_attention_layernorm.weight": WeightTarget(self.post_attention_layernorm.weight),
             **{f"self_attn.{name}": target for name, target in self.self_attn.weight_map().items()},
-            **{f"mlp.{name}": target for name, target in self.mlp.weight_map(self.is_fused).items()},
+            **mlp,
         }
+
+    @property
+    def flops_per_token(self) -> int:
+        mlp = self.mlp.flops_per_token if isinstance(self.mlp, SparseMLP) else matrix_flops(self.mlp)
+        return matrix_flops(self.self_attn) + mlp
 
 
 class Llama(CausalLM):
@@ -131,6 +147,7 @@ class Llama(CausalLM):
         self.layers = nn.ModuleList(
             LlamaLayer(build, spec, i, width, dtype=dtype, kernels=kernels) for i in range(spec.num_layers)
         )
+        self.is_replayable = not any(isinstance(module, SparseMLP) for module in self.layers.modules())
         self.norm = RMSNorm(spec.hidden_size, build.norm_eps, dtype=dtype, kernels=kernels)
         self.rotary = RotaryEmbedding(
             RopeParameters.from_config(config), spec.head_dim, max_positions=spec.max_position_embeddings
@@ -187,8 +204,7 @@ class Llama(CausalLM):
 
     @property
     def flops_per_token(self) -> int:
-        matrices = (module for module in self.layers.modules() if isinstance(module, Linear))
-        return 2 * sum(matrix.in_features * matrix.out_features for matrix in matrices)
+        return sum(layer.flops_per_token for layer in self.layers if isinstance(layer, LlamaLayer))
 
 
 def read_norm_eps(config: CheckpointConfig, default: float = 1e-6) -> float:

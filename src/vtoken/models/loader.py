@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +17,11 @@ from vtoken.base.units import format_bytes
 from vtoken.models.base import CausalLM, WeightTarget
 from vtoken.models.config import read_config
 from vtoken.models.kernels import BATCH_INVARIANT, Kernels
-from vtoken.models.registry import model_class
+from vtoken.models.registry import model_class, supported_architectures
 from vtoken.models.resolve import resolve_model
-from vtoken.models.shards import Shard, find_shards, unsupported_dtype
+from vtoken.models.shards import FLOATS, Shard, find_shards, not_a_float
 
-__all__ = ["load_model", "resolve_dtype", "resolve_model"]
+__all__ = ["load_model", "read_limits", "resolve_dtype", "resolve_model"]
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,14 +38,39 @@ def resolve_dtype(dtype: str) -> torch.dtype:
     return _DTYPES[dtype]
 
 
+@dataclass(frozen=True)
+class ModelLimits:
+    """What can be known of a checkpoint before its weights are read."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def read_limits(path: str | Path) -> ModelLimits:
+    """From the config of a folder. Raises CheckpointError where `load_model` would for the config alone."""
+    config = read_config(Path(path))
+    if config.architecture not in supported_architectures():
+        from vtoken.models.fallback import read_their_limits
+
+        return ModelLimits(*read_their_limits(config))
+    with torch.device("meta"):
+        spec = model_class(config.architecture)(config, torch.float32).spec
+    return ModelLimits(spec.vocab_size, spec.max_position_embeddings)
+
+
 def load_model(path: str | Path, dtype: str = "auto", kernels: Kernels = BATCH_INVARIANT) -> CausalLM:
     """Load a Hugging Face checkpoint folder (config.json, safetensors) for inference on the CPU.
 
     Everything that headers can tell is checked before memory is taken: files whole, each tensor there once and of the
     right shape, none left over. Then tensors are copied one at a time from the mapped file to their place, so the peak
-    is one model and one tensor. Raises CheckpointError with what was expected, what was found and what to do.
+    is one model and one tensor. An architecture without a family goes to `fallback`. Raises CheckpointError with what
+    was expected, what was found and what to do.
     """
     config = read_config(Path(path))
+    if config.architecture not in supported_architectures():
+        from vtoken.models.fallback import load_fallback  # the import of transformers takes a second
+
+        return load_fallback(config, resolve_dtype(dtype), kernels)
     build = partial(model_class(config.architecture), config, resolve_dtype(dtype), kernels)
     with torch.device("meta"):  # shapes without memory: the config may ask for any amount
         outline = build()
@@ -76,8 +102,8 @@ def _weight_names(folder: Path, shards: list[Shard], model: CausalLM) -> dict[st
             name = model.weight_name(stored)
             if name is None:
                 continue
-            if stored in shard.masks:
-                raise unsupported_dtype(shard.path, stored, shard.masks[stored])
+            if shard.dtypes[stored] not in FLOATS:
+                raise not_a_float(shard.path, stored, shard.dtypes[stored])
             if name in taken:
                 raise CheckpointError(
                     f"{folder}: the weights hold {taken[name]!r} and {stored!r}, which are the same tensor"

@@ -17,8 +17,11 @@ def prepare_linears(model: CausalLM, *, backend: str = "auto", quantization: str
     for linear in linears:
         assert linear.weight is not None
         shapes.append(shape_of(linear.weight.detach(), None if linear.bias is None else linear.bias.detach()))
-    plan = choose(shapes, override=backend, quantization=quantization)
-    for linear, shape in zip(linears, shapes, strict=True):
-        linear.prepare(plan.kernels[shape])
+    is_exempt = [quantization is not None and linear.is_delicate for linear in linears]
+    named = [shape for shape, exempt in zip(shapes, is_exempt, strict=True) if not exempt]
+    plan = choose(named, override=backend, quantization=quantization)
+    exact = choose([shape for shape, exempt in zip(shapes, is_exempt, strict=True) if exempt])
+    for linear, shape, exempt in zip(linears, shapes, is_exempt, strict=True):
+        linear.prepare((exact if exempt else plan).kernels[shape])
     model.share_prepared()
-    return plan
+    return LinearPlan(exact.kernels | plan.kernels, exact.timings | plan.timings)

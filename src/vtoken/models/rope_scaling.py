@@ -43,7 +43,8 @@ class RopeParameters:
         sense.
         """
         section = config.section("rope_scaling") or config.section("rope_parameters") or config
-        theta = config.number("rope_theta", default=10_000.0, minimum=1.0)
+        default = _DEFAULT_THETAS.get(config.architecture, 10_000.0)
+        theta = config.number("rope_theta", default=default, minimum=1.0)
         partial = config.number("partial_rotary_factor", default=1.0)
         common = {
             "theta": section.number("rope_theta", default=theta, minimum=1.0),
@@ -229,4 +230,5 @@ _OWN_TYPES: Final[Mapping[str, Mapping[str, type[RopeParameters]]]] = {
     # "su" and "yarn" are what longrope was called in the first checkpoints.
     "Phi3ForCausalLM": {"default": RopeParameters, "longrope": LongRope, "su": LongRope, "yarn": LongRope}
 }
+_DEFAULT_THETAS: Final = {"MixtralForCausalLM": 1_000_000.0}
 _DEFAULT_ORIGINAL: Final = {"Phi3ForCausalLM": 4096}

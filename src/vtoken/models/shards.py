@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,10 +22,9 @@ logger = logging.getLogger(__name__)
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 
-# The floating-point formats that weights may be stored in, with bytes an element.
-_DTYPE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# What old checkpoints keep causal masks in, beside the weights.
-_MASK_DTYPE_BYTES: Final = {"BOOL": 1, "U8": 1}
+# The floating-point formats that weights may be stored in, with bytes an element, and what masks and tables come in.
+FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPE_BYTES: Final = {**FLOATS, "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
 
 _LFS_MARK: Final = b"version https://git-lfs"
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the format
@@ -37,7 +36,7 @@ class Shard:
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]  # tensor name -> shape
-    masks: Mapping[str, str] = field(default_factory=dict)  # name of a tensor that can be no weight -> its dtype
+    dtypes: Mapping[str, str]  # tensor name -> format, as safetensors names it
 
 
 def find_shards(folder: Path) -> list[Shard]:
@@ -140,14 +139,10 @@ def read_shard(path: Path) -> Shard:
             f"{path} is {'short' if size < expected else 'too long'}: its header says {expected} bytes, found {size}; "
             "download it again"
         )
-    masks = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype in _MASK_DTYPE_BYTES}
-    return Shard(path, {name: tensor.shape for name, tensor in tensors.items()}, masks)
-
-
-def unsupported_dtype(path: Path, name: str, dtype: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: tensor {name!r} is stored as {dtype}; supported are {', '.join(_DTYPE_BYTES)} (quantised "
-        "checkpoints cannot be served)"
+    return Shard(
+        path,
+        {name: tensor.shape for name, tensor in tensors.items()},
+        {name: tensor.dtype for name, tensor in tensors.items()},
     )
 
 
@@ -169,12 +164,19 @@ def _read_tensor(path: Path, name: str, entry: object) -> _Tensor:
                 f"{path}: safetensors header: tensor {name!r} must have a dtype, a shape and two data_offsets, all "
                 f"integers >= 0, found {shorten(entry)}"
             )
-    width = (_DTYPE_BYTES | _MASK_DTYPE_BYTES).get(dtype)
-    if width is None:
-        raise unsupported_dtype(path, name, dtype)
-    if prod(shape) * width != end - start:
+    if dtype not in _DTYPE_BYTES:
+        raise not_a_float(path, name, dtype)
+    if prod(shape) * _DTYPE_BYTES[dtype] != end - start:
         raise CheckpointError(f"{path}: tensor {name!r} of shape {shape} in {dtype} cannot take {end - start} bytes")
     return _Tensor(start, end, tuple(shape), dtype)
+
+
+def not_a_float(path: Path, name: str, dtype: str) -> CheckpointError:
+    """The error for a weight stored in a format that is none for weights."""
+    return CheckpointError(
+        f"{path}: tensor {name!r} is stored as {dtype}; supported are {', '.join(FLOATS)} (quantised checkpoints "
+        "cannot be served)"
+    )
 
 
 def _end_of_data(path: Path, tensors: Mapping[str, _Tensor]) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from dataclasses import MISSING, dataclass
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, Final
 
+from vtoken.base.entry_points import find_entry_points, package_of
 from vtoken.base.errors import ConfigError, describe
 from vtoken.base.registry import suggest
 from vtoken.base.validation import shorten
@@ -111,15 +112,15 @@ def policy_class(name: str) -> type[Policy]:
 def list_policies() -> list[PolicyEntry]:
     """All that can be named: ours first, then those of packages in order of name, the broken ones with their errors."""
     entries = [PolicyEntry(name, None, _make(policy_class(name), {}, name)) for name in BUILT_IN]
-    points, unreadable = _entry_points()
-    for point in sorted(points, key=lambda point: (point.name, _package(point))):
+    points, unreadable = find_entry_points(GROUP)
+    for point in sorted(points, key=lambda point: (point.name, package_of(point))):
         try:
             if point.name in BUILT_IN:
                 raise ConfigError("the name is taken by a policy of vtoken")
             policy = _make(policy_class(point.name), {}, f"kv_policy {point.name!r}")
-            entries.append(PolicyEntry(point.name, _package(point), policy))
+            entries.append(PolicyEntry(point.name, package_of(point), policy))
         except ConfigError as error:
-            entries.append(PolicyEntry(point.name, _package(point), None, str(error)))
+            entries.append(PolicyEntry(point.name, package_of(point), None, str(error)))
     entries += [PolicyEntry("?", package, None, why) for package, why in sorted(unreadable.items())]
     return entries
 
@@ -152,45 +153,10 @@ def _checked(policy: Policy, owner: str) -> Policy:
     return policy
 
 
-def _entry_points() -> tuple[list[metadata.EntryPoint], dict[str, str]]:
-    """What packages offer, and those whose list of it cannot be read: package -> why."""
-    try:
-        return list(metadata.entry_points(group=GROUP)), {}
-    except Exception:  # one package's file hides all the others: look at each by itself
-        found: dict[str, list[metadata.EntryPoint]] = {}
-        unreadable: dict[str, str] = {}
-        for package in metadata.distributions():
-            name = _name(package)
-            try:
-                found.setdefault(name, list(package.entry_points.select(group=GROUP)))
-            except Exception as error:
-                if _may_offer(package):
-                    unreadable[name] = f"its entry_points.txt cannot be read: {describe(error)}"
-        return [point for points in found.values() for point in points], unreadable
-
-
-def _may_offer(package: metadata.Distribution) -> bool:
-    try:
-        return GROUP in (package.read_text("entry_points.txt") or "")
-    except Exception:
-        return True
-
-
-def _name(package: metadata.Distribution) -> str:
-    try:
-        return f"{package.name} {package.version}"
-    except Exception:
-        return f"a package without a name in {package.locate_file('')}"
-
-
-def _package(point: metadata.EntryPoint) -> str:
-    return point.value if point.dist is None else _name(point.dist)
-
-
 @cache  # looking through all installed packages takes milliseconds, and a request may name its policy
 def _third_party(name: str) -> type[Policy]:
     """Load a policy by its entry point."""
-    offered, unreadable = _entry_points()
+    offered, unreadable = find_entry_points(GROUP)
     points = [point for point in offered if point.name == name]
     if not points:
         known = [*BUILT_IN, *sorted({point.name for point in offered})]
@@ -198,7 +164,7 @@ def _third_party(name: str) -> type[Policy]:
         hint = f"did you mean {same[0]!r}? " if same else suggest(name, known)
         missing = "".join(f"; {package}: {why}" for package, why in sorted(unreadable.items()))
         raise ConfigError(f"unknown kv_policy {name!r}; {hint}known: {', '.join(known)}{missing}")
-    packages = sorted({_package(point) for point in points})
+    packages = sorted({package_of(point) for point in points})
     if len(points) > 1:
         raise ConfigError(f"kv_policy {name!r} is offered more than once: {', '.join(packages)}; remove all but one")
     try:

@@ -180,8 +180,8 @@ class Scheduler:
             if type(statistic) not in self._statistics:
                 known = ", ".join(sorted(each.__name__ for each in self._statistics)) or "none"
                 raise RequestError(
-                    f"kv_policy: {retention.policy.name} needs {type(statistic).__name__}, which this attention "
-                    f"backend does not give (it gives: {known})",
+                    f"kv_policy: {retention.policy.name} needs {type(statistic).__name__}, which this model "
+                    f"and attention backend do not give (they give: {known})",
                     "kv_policy",
                 )
         return retention

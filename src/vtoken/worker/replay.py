@@ -65,8 +65,10 @@ class Replays:
         self._recorded: dict[tuple[int, int], _Recorded] = {}  # by numbers of tokens and of threads
         # Calls of torch's own kernels cannot be recorded.
         linears = [module for module in model.modules() if isinstance(module, Linear)]
-        self._is_on = model.dtype == torch.float32 and all(
-            linear.prepared is not None and linear.prepared.is_recordable for linear in linears
+        self._is_on = (
+            model.is_replayable
+            and model.dtype == torch.float32
+            and all(linear.prepared is not None and linear.prepared.is_recordable for linear in linears)
         )
 
     def decode(
