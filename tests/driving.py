@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -391,9 +391,7 @@ class Driver:
     def _fail_draws(self, plan: StepPlan, result: StepResult, failure: DrawFailure) -> StepResult:
         of_draw = plan.lanes[plan.sampling.slices]
         bad = [i for i, lane in enumerate(of_draw.tolist()) if lane in failure.request.lanes]
-        return StepResult(
-            result.step, result.tokens, dict.fromkeys(bad, failure.reason), result.statistics, result.ended
-        )
+        return replace(result, errors=dict.fromkeys(bad, failure.reason))
 
     def _poison(self, step: int) -> None:
         """Overwrite every cell that no sequence and no prefix entry has a right to read from now on."""

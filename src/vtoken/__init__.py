@@ -26,6 +26,7 @@ from vtoken.base.errors import (
 
 if TYPE_CHECKING:
     from vtoken.base.sampling_params import SamplingParams
+    from vtoken.base.structured_outputs import StructuredOutputsParams
     from vtoken.engine.async_llm import AsyncLLM
     from vtoken.engine.llm import LLM
 
@@ -42,6 +43,7 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "SamplingParams",
+    "StructuredOutputsParams",
     "VtokenError",
     "__version__",
 ]
@@ -50,6 +52,7 @@ _LAZY = {
     "LLM": "vtoken.engine.llm",
     "AsyncLLM": "vtoken.engine.async_llm",
     "SamplingParams": "vtoken.base.sampling_params",
+    "StructuredOutputsParams": "vtoken.base.structured_outputs",
 }
 
 

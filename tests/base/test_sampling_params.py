@@ -98,14 +98,6 @@ def test_only_keywords() -> None:
         SamplingParams(0.5)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["bad_words", "structured_outputs"])
-def test_what_vllm_has_and_we_have_not_yet_is_said_so(name: str) -> None:
-    with pytest.raises(RequestError, match=f"^{name}: not there yet") as caught:
-        SamplingParams(**{name: 1})
-    assert "did you mean" not in str(caught.value)
-    assert caught.value.field == name
-
-
 @pytest.mark.parametrize("settings", [SamplingParams, EngineConfig])
 def test_no_field_is_said_to_be_elsewhere(settings: type[Settings]) -> None:
     assert not set(settings.elsewhere) & set(settings.names())

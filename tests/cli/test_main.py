@@ -35,7 +35,7 @@ def test_help_says_what_it_is_for(vtoken: Vtoken) -> None:
     assert "an evicted token's memory comes back" in " ".join(vtoken("--help").out.split())
 
 
-LEFT_OUT = {"model", "skip_tokenizer_init", "kv_prompt_end", "logit_bias"}
+LEFT_OUT = {"model", "skip_tokenizer_init", "kv_prompt_end", "logit_bias", "logits_processors"}
 
 
 def test_every_option_is_readable_at_80_columns(vtoken: Vtoken, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
 from vtoken.base.errors import RequestError
 from vtoken.base.kv_retention import (
@@ -23,6 +23,8 @@ from vtoken.base.kv_retention import (
     KVStride,
     KVTrigger,
 )
+from vtoken.base.logits_processors import takes_prompt
+from vtoken.base.structured_outputs import StructuredOutputsParams
 from vtoken.base.validation import Settings, setting, shorten
 
 MAX_N = 1024  # choices of one request; the engine refuses sooner when they cannot run together
@@ -34,7 +36,6 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 SEED_EXPECTED = "a whole number from -2**63 to 2**64 - 1, or None (random)"
 
 _TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
-_NOT_YET = "not there yet"
 # The sequence may be a list, a set or a tuple; its members stay strict.
 _Texts = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
@@ -57,13 +58,40 @@ _NOT_WITH_BEAMS = (
     "frequency_penalty",
     "logit_bias",
     "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "logits_processors",
     "logprobs",
 )
 
 
+def _check_arguments(functions: tuple[Callable[..., Any], ...]) -> tuple[Callable[..., Any], ...]:
+    for function in functions:
+        takes_prompt(function)
+    return functions
+
+
+_Processors = Annotated[
+    tuple[Callable[..., Any], ...],
+    Strict(False),
+    BeforeValidator(lambda each: () if each is None else (each,) if callable(each) else each),
+    AfterValidator(_check_arguments),
+]
+_STRUCTURED = "use structured_outputs={'json': schema}, or regex, choice, grammar, json_object in its place"
+
+
+def _read_structured(given: object) -> object:
+    if not isinstance(given, Mapping):
+        return given
+    return StructuredOutputsParams(**{str(name): value for name, value in given.items()})
+
+
+_Structured = Annotated[StructuredOutputsParams, BeforeValidator(_read_structured)]
+
+
 class SamplingParams(Settings):
     """How to draw the tokens of one request, in this order: tokens that may not come and `logit_bias`, penalties,
-    temperature, `min_p`, `top_k`, `top_p`.
+    `logits_processors`, `structured_outputs`, temperature, `min_p`, `top_k`, `top_p`.
 
     Raises RequestError, with `.field` set, for a wrong type, a value out of range, NaN, infinity or an unknown name.
     """
@@ -71,8 +99,8 @@ class SamplingParams(Settings):
     kind: ClassVar[str] = "sampling parameter"
     example: ClassVar[str] = "temperature=0.8"
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "bad_words": f"{_NOT_YET}; logit_bias rules out single tokens",
-        **dict.fromkeys(("structured_outputs", "guided_decoding", "logits_processors"), _NOT_YET),
+        **dict.fromkeys(("guided_decoding", "guided_json", "guided_regex", "guided_choice"), _STRUCTURED),
+        **dict.fromkeys(("guided_grammar", "guided_json_object", "response_format"), _STRUCTURED),
     }
 
     n: int = setting(
@@ -160,7 +188,7 @@ class SamplingParams(Settings):
         default=(),
     )
     include_stop_str_in_output: bool = setting(
-        "Leave a text of `stop` that ended a choice in its text.", expected=_SWITCH, default=False
+        "Leave a text of `stop`, or the stop id, that ended a choice in its text.", expected=_SWITCH, default=False
     )
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = setting(
         "The fewest new tokens: before that nothing ends a choice, since what would end it is not drawn.",
@@ -198,6 +226,24 @@ class SamplingParams(Settings):
         "The only tokens that may be drawn.",
         expected="a sequence of at least one token id, whole numbers from 0 up, or None (all)",
         default=None,
+    )
+
+    bad_words: _Texts = setting(
+        "Texts that are never completed: neither as the tokenizer spells them, nor with a space in front. Only the "
+        "answer is looked at.",
+        expected="a text that is not empty, or a sequence of such texts",
+        default=(),
+    )
+    structured_outputs: _Structured | None = setting(
+        "The form that the answer must have: `{'json': schema}`, or `json_object`, `regex`, `choice`, `grammar`.",
+        expected="StructuredOutputsParams, or a dict of its fields, or None (any text)",
+        default=None,
+    )
+    logits_processors: _Processors = setting(
+        "Functions that change the logits: `f(output_token_ids, logits)`, or, of three arguments, "
+        "`f(prompt_token_ids, output_token_ids, logits)`, return logits.",
+        expected="a function of two or three arguments, or a sequence of them",
+        default=(),
     )
 
     logprobs: _NumLogprobs | None = setting(

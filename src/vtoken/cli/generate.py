@@ -24,7 +24,10 @@ DEFAULT_MAX_TOKENS = 256  # an answer to read; vLLM's 16 is a default for comple
 
 
 # One policy for all prompts of a command, the engine's; and what a command line has no form for.
-LEFT_OUT = ("kv_policy", "kv_budget", "kv_trigger", "kv_stride", "kv_prefill_stride", "kv_prompt_end", "logit_bias")
+LEFT_OUT = (
+    *("kv_policy", "kv_budget", "kv_trigger", "kv_stride", "kv_prefill_stride", "kv_prompt_end"),
+    *("logit_bias", "logits_processors"),
+)
 
 
 @takes(SamplingParams, into="sampling", panel="Drawing tokens", leave_out=LEFT_OUT, max_tokens=DEFAULT_MAX_TOKENS)

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import vtoken
-from vtoken.cli import bench, eval, generate, models, policies
+from vtoken.cli import bench, chat, eval, generate, models, policies
 from vtoken.cli.options import as_flags
 
 _ABOUT = """
@@ -19,6 +19,8 @@ Start with a small real model (about 100 MB to download):
     vtoken models get smollm2-135m
 
     vtoken generate smollm2-135m -p "Why is the sky blue?"
+
+    vtoken chat smollm2-135m
 
 A model is a Hugging Face checkpoint folder, a .gguf file, or a name that `vtoken models list` shows.
 
@@ -33,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.add_typer(models.app, name="models")
 app.command("policies")(policies.policies)
 app.add_typer(bench.app, name="bench")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from functools import wraps
@@ -104,6 +105,16 @@ def _range(text: str) -> tuple[int, int]:
     return int(start), int(end)
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f'expected a JSON object such as \'{{"regex": "[0-9]+"}}\': {error}') from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f'expected a JSON object such as \'{{"regex": "[0-9]+"}}\', got {text}')
+    return found
+
+
 # Settings that read more than their type says: how, and what `--help` calls the value.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "kv_memory": (_size, "SIZE"),
@@ -112,6 +123,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "kv_policy": (str, "NAME"),
     "kv_budget": (read_budget, "TOKENS|SHARE"),
     "kv_pin": (_range, "START-END"),
+    "structured_outputs": (_object, "JSON"),
     "max_tokens": (_count_or_all, f"TOKENS|{ALL}"),
 }
 _READERS_BY_TYPE: dict[Any, tuple[Callable[[str], Any], str]] = {

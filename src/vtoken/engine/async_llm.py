@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -15,6 +16,7 @@ from vtoken.base.config import EngineConfig
 from vtoken.base.errors import EngineError
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.engine.build import build_engine
+from vtoken.engine.chat import Message
 from vtoken.engine.engine import CheckedRequest, Engine
 from vtoken.engine.engine_thread import EngineThread, StepListener
 from vtoken.engine.mailbox import Mailbox
@@ -113,6 +115,36 @@ class AsyncLLM:
         """
         text_or_ids, salt = parse_prompt(prompt)
         return self._stream(lambda: text_or_ids, sampling_params, request_id, output_kind, cache_salt or salt)
+
+    def chat(
+        self,
+        messages: SequenceOf[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        output_kind: OutputKind = "cumulative",
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """Answer a conversation in the model's chat format: `async for output in llm.chat(messages)`.
+
+        `messages`, `tools` and what follows are those of `Tokenizer.encode_chat`; the rest is as for `generate`. An
+        answer has at most 16 tokens unless `sampling_params` says otherwise: `max_tokens=None` is all the room left.
+        """
+        encode = partial(
+            self.get_tokenizer().encode_chat,
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._stream(encode, sampling_params, request_id, output_kind, cache_salt)
 
     def _stream(
         self,

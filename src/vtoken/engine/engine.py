@@ -13,10 +13,12 @@ from vtoken.base.errors import EngineError, RequestError
 from vtoken.base.hashing import mix64
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.validation import shorten
+from vtoken.engine.bad_words import tokens_of
 from vtoken.engine.interrupts import HeldInterrupt
 from vtoken.engine.outputs import RequestOutput
 from vtoken.engine.prompts import Prompt, encode_prompt
 from vtoken.engine.stats import EngineStats
+from vtoken.engine.structured import Grammars
 from vtoken.engine.text import Tokenizer
 from vtoken.engine.tracked import OutputKind, Tracked
 from vtoken.executor.base import Executor
@@ -24,6 +26,7 @@ from vtoken.schedule.logit_rules import ends_of
 from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.scheduler import Scheduler
 from vtoken.schedule.sequence import Request, Sequence
+from vtoken.schedule.text_rules import TextRules
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class CheckedRequest:
     params: SamplingParams
     output_kind: OutputKind
     cache_salt: str | None
+    text_rules: TextRules
 
 
 class Engine:
@@ -70,6 +74,7 @@ class Engine:
         self.executor = executor
         self.facts = facts
         self.tokenizer = tokenizer
+        self.grammars = Grammars(tokenizer, facts.vocab_size, scheduler.config.eos_token_ids)
         self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
         self._clock = clock or MonotonicClock()
         self._num_requests = 0
@@ -118,7 +123,8 @@ class Engine:
         token_ids = encode_prompt(prompt, self.tokenizer, vocab_size=facts.vocab_size, bos_token_id=facts.bos_token_id)
         self.scheduler.check_request(len(token_ids), params)
         text = prompt if isinstance(prompt, str) else None
-        return CheckedRequest(request_id, text, token_ids, params, output_kind, cache_salt)
+        text_rules = self._text_rules(params)
+        return CheckedRequest(request_id, text, token_ids, params, output_kind, cache_salt, text_rules)
 
     def check_parameters(
         self, request_id: str, params: SamplingParams | None, *, output_kind: OutputKind, cache_salt: str | None
@@ -150,7 +156,12 @@ class Engine:
         if seed is None:
             seed = int(mix64(self._seed & (2**64 - 1), self._num_requests))
         request = self.scheduler.add(
-            checked.request_id, checked.token_ids, checked.params, seed=seed, cache_salt=checked.cache_salt
+            checked.request_id,
+            checked.token_ids,
+            checked.params,
+            seed=seed,
+            cache_salt=checked.cache_salt,
+            text_rules=checked.text_rules,
         )
         self._num_requests += 1
         # Which choices are the best is known in the end.
@@ -252,6 +263,16 @@ class Engine:
             finally:
                 self.is_closed = True
                 self.executor.close()
+
+    def _text_rules(self, params: SamplingParams) -> TextRules:
+        """What a request says in text about its answers. Raises RequestError for what cannot be had."""
+        if params.bad_words and self.tokenizer is None:
+            raise RequestError(
+                "bad_words: this engine has no tokenizer (skip_tokenizer_init=True), so no words; use logit_bias",
+                "bad_words",
+            )
+        words = () if self.tokenizer is None else tokens_of(params.bad_words, self.tokenizer)
+        return TextRules(words, self.grammars.constraint(params))
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for field in ("logprobs", "prompt_logprobs"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from vtoken.base.config import EngineConfig
 from vtoken.base.errors import EngineError, RequestError
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.engine.build import build_engine
+from vtoken.engine.chat import Message, list_conversations
 from vtoken.engine.engine import Engine
 from vtoken.engine.outputs import RequestOutput
 from vtoken.engine.prompts import Prompts, list_prompts, parse_prompt
@@ -51,7 +53,7 @@ class LLM:
         Args:
             prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`; a mapping may add a `"cache_salt"`. An empty one is the model's BOS token.
-                Text is taken as it is: for chat messages send `get_tokenizer().encode_chat(messages)`.
+                Text is taken as it is; `chat` asks in the model's chat format.
             sampling_params: for all prompts, or a list with one for each.
             use_tqdm: show a progress bar.
 
@@ -100,6 +102,46 @@ class LLM:
         return self.generate(
             prompts, SamplingParams(use_beam_search=True, best_of=beam_width, n=most, **params), use_tqdm=use_tqdm
         )
+
+    def chat(
+        self,
+        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them, in the model's chat format.
+
+        >>> llm.chat([{"role": "user", "content": "Why is the sky blue?"}], SamplingParams(max_tokens=200))
+
+        `messages`, `tools` and what follows are those of `Tokenizer.encode_chat`; the rest is as for `generate`. An
+        answer has at most 16 tokens unless `sampling_params` says otherwise: `max_tokens=None` is all the room left.
+
+        Raises RequestError, before anything runs, if a message or a parameter is wrong, or there is no chat template.
+        """
+        tokenizer, conversations = self.get_tokenizer(), list_conversations(messages)
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            try:
+                token_ids = tokenizer.encode_chat(
+                    conversation,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            except RequestError as error:
+                if len(conversations) == 1:
+                    raise
+                raise RequestError(f"conversation {i} of {len(conversations)}: {error}", error.field) from None
+            prompts.append({"prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

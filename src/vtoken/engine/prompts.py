@@ -41,7 +41,7 @@ def parse_prompt(prompt: Any) -> tuple[Prompt, str | None]:
     if len(kinds) != 1 or set(prompt) - known:
         raise RequestError(
             "prompt: a mapping has either 'prompt' or 'prompt_token_ids', and may have a 'cache_salt'; got "
-            f"{sorted(map(str, prompt))} (for chat messages send llm.get_tokenizer().encode_chat(messages))",
+            f"{sorted(map(str, prompt))} (for chat messages: llm.chat)",
             "prompt",
         )
     return prompt[kinds[0]], prompt.get("cache_salt")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import codecs
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vtoken.base.errors import CheckpointError, RequestError
 from vtoken.base.validation import shorten
+from vtoken.engine.chat import Message, check_messages, check_tools
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put for bytes that are no character
 # A character has at most 4 bytes and a token at least one, so only the last 3 tokens can hold the start of a cut one.
 _MAX_CUT_TOKENS = 3
+_LONGEST_REASON = 300  # characters of what a template says when it refuses
 
 
 class Tokenizer:
@@ -81,37 +84,92 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer in {folder} cannot be read: {reason}") from error
         return cls(backend, vocab_size)
 
-    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, prompt: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         """Token ids of a prompt, with what the tokenizer puts around one (a BOS token, where the model was trained so).
 
-        An empty prompt becomes the BOS token. Raises RequestError if there is none, and for text that is no Unicode.
+        An empty prompt becomes the BOS token. Raises RequestError, about `field`, if there is none, and for what is
+        no Unicode.
         """
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt: character {error.start} is half a surrogate pair, not text", "prompt"
-            ) from None
+            raise RequestError(f"{field}: character {error.start} is half a surrogate pair, not text", field) from None
         token_ids: list[int] = self.backend.encode(prompt, add_special_tokens=add_special_tokens)
         return token_ids or prompt_of_nothing(self.bos_token_id)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's own format, ending where the assistant is to answer.
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` alone, which must be Unicode: nothing is put around it, nothing stands for nothing."""
+        token_ids: list[int] = self.backend.encode(text, add_special_tokens=False)
+        return token_ids
 
-        `messages` are `{"role": ..., "content": ...}`. Raises RequestError if the model has no chat template or its
-        template refuses the conversation.
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, content being text, a list of text parts, or None.
+            tools: descriptions of functions, for templates that tell the model of them.
+            chat_template: a Jinja template instead of the model's own.
+            add_generation_prompt: end where the assistant is to answer.
+            continue_final_message: end inside the last message, for the model to go on with it; not both.
+            chat_template_kwargs: more that the template asks for, such as `{"enable_thinking": False}`.
+
+        Raises RequestError for messages that are none, if there is no template, and if the template refuses them.
         """
-        if not self.has_chat_template:
+        template = self.backend.chat_template if chat_template is None else chat_template
+        if not template:
             raise RequestError(
-                "messages: this model has no chat template; send a plain prompt, or add a chat_template.jinja to it",
+                "messages: this model has no chat template; give one with chat_template=..., add a "
+                "chat_template.jinja to its folder, or send a plain prompt",
                 "messages",
             )
+        if chat_template is not None and not isinstance(chat_template, str):
+            message = f"chat_template: expected a Jinja template as text, got {shorten(chat_template)}"
+            raise RequestError(message, "chat_template")
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message: the last message is gone on with, so no answer may be begun; set "
+                "add_generation_prompt=False",
+                "continue_final_message",
+            )
+        checked = check_messages(messages, knows_developer="developer" in str(template))
+        listed = check_tools(tools)
+        extra = self._template_arguments(chat_template_kwargs)
         try:
-            text: str = self.backend.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text: str = self.backend.apply_chat_template(
+                checked,
+                tools=listed,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **extra,
+            )
         except Exception as error:  # templates raise what they like
-            raise RequestError(f"messages: the model's chat template refused them: {error}", "messages") from error
+            reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
+            raise RequestError(f"messages: the chat template refused them: {reason}", "messages") from error
         # The template has written the special tokens already.
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, field="messages")
+
+    def _template_arguments(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a user hands to the template, and to nothing else."""
+        field = "chat_template_kwargs"
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise RequestError(f"{field}: expected names and values, got {shorten(given)}", field)
+        taken = sorted({"messages", *inspect.signature(self.backend.apply_chat_template).parameters} & given.keys())
+        if taken:
+            raise RequestError(f"{field}: {', '.join(taken)} cannot be set here", field)
+        return dict(given)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`: exactly what `IncrementalDetokenizer` gives for them, piece by piece."""

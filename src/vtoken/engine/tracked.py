@@ -120,8 +120,8 @@ class Tracked:
         choice, request = sequence.choice, self.request
         text = self._text(sequence)
         num_said, num_shown = self._said[choice]
-        # In a delta the deaths come with the end: to list them costs as much as there are.
         is_scored = request.params.num_logprobs >= 0 or request.beam_search is not None
+        # In a delta the deaths come with the end: to list them costs as much as there are.
         tells_deaths = self.kind != "delta" or sequence.is_finished
         died = died_at(sequence) if tells_deaths else {}
         if self.kind == "delta":
@@ -155,11 +155,8 @@ class Tracked:
         return ""
 
     def _hides_last(self, sequence: Sequence) -> bool:
-        """Whether the last token is a stop id, which is a mark and no text even where the tokenizer has one for it.
-
-        Asked before a stop text is looked for, so that what stopped the choice was an id.
-        """
-        return sequence.finish_reason is FinishReason.STOP and not self.request.params.include_stop_str_in_output
+        """A stop id is a mark and no text, even where the tokenizer has one for it."""
+        return sequence.has_stop_id and not self.request.params.include_stop_str_in_output
 
     def _stop(self, sequence: Sequence) -> str | None:
         return self._answers[sequence.choice].stop if self._answers else None

@@ -21,6 +21,7 @@ _FIELDS = np.dtype(
         ("last_token", np.int32),
         ("ignore_eos", np.bool_),
         ("own_stops", np.bool_),  # has stop tokens of its own
+        ("constrained", np.bool_),  # must have a form, and ends when that is complete
         ("temperature", np.float32),
         ("top_k", np.int32),
         ("top_p", np.float32),
@@ -76,6 +77,7 @@ class LaneState:
             sequence.token_ids[-1],
             params.ignore_eos,
             bool(params.stop_token_ids),
+            sequence.request.rules is not None and sequence.request.rules.is_constrained,
             params.temperature,
             max(params.top_k, 0),
             params.top_p,

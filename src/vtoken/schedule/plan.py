@@ -5,8 +5,9 @@ Both are frozen, and their arrays are snapshots: no executor can see the books c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,25 @@ from vtoken.memory.copy import Copy
 from vtoken.policies.statistics import Statistic
 
 MIN_TEMPERATURE = 1e-5  # below it draws are greedy, as in vLLM: dividing by it would overflow
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMasks:
+    """The only tokens that may be drawn in some rows, as bits: bit `i % 32` of `words[k, i // 32]` is token `i`."""
+
+    rows: NDArray[np.int64]  # [k] ascending
+    words: NDArray[np.uint32]  # [k, W] 32 * W may differ from the width of the logits: what has no bit may not be drawn
+
+
+@dataclass(frozen=True, eq=False)
+class RowProcessors:
+    """A request's own functions for one row. They are not data: an executor in another process would need another way
+    to them, and refuses such a request until it has one."""
+
+    row: int
+    functions: tuple[Callable[..., Any], ...]
+    prompt: list[int]
+    answer: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +49,9 @@ class LogitRules:
     seen_tokens: NDArray[np.int64]  # [C] of the row's text, each once
     seen_counts: NDArray[np.float32]  # [C] how often in the answer, 0 = in the prompt alone
     penalties: NDArray[np.float32]  # [N, 3] repetition (1 = off), presence, frequency (0 = off)
+    masks: TokenMasks | None = None
+    processors: tuple[RowProcessors, ...] = ()
+    ruling_out: Mapping[int, str] = field(default_factory=dict)  # row -> what to say if no token is left
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,6 +34,7 @@ from vtoken.schedule.residents import Residents
 from vtoken.schedule.retention import Retention, RetentionSettings
 from vtoken.schedule.scoring import enter_drawn, enter_scores
 from vtoken.schedule.sequence import FinishReason, Request, Sequence, Status
+from vtoken.schedule.text_rules import NO_TEXT_RULES, TextRules
 from vtoken.schedule.timeline import Timeline
 
 logger = logging.getLogger("vtoken")
@@ -108,6 +109,7 @@ class Scheduler:
         *,
         seed: int,
         cache_salt: str | None = None,
+        text_rules: TextRules = NO_TEXT_RULES,
     ) -> Request:
         """Queue a request. Raises RequestError, at once, for one that could never run."""
         if request_id in self._requests:
@@ -128,7 +130,7 @@ class Scheduler:
             self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.num_choices, retention),
             rope_length=None if lengths is None else lengths.of(num_prompt_tokens + max_tokens),
         )
-        request.rules = rules_of(request.params, prompt_token_ids, self.config.eos_token_ids)
+        request.rules = rules_of(request.params, prompt_token_ids, self.config.eos_token_ids, text_rules)
         if params.use_beam_search:
             request.beam_search = BeamSearch(params, max_tokens, ends_of(params, self.config.eos_token_ids))
         self._num_arrived += 1
@@ -449,6 +451,12 @@ class Scheduler:
         stops = np.isin(tokens, self._eos) & ~state["ignore_eos"][lanes]
         for i in np.flatnonzero(state["own_stops"][lanes]).tolist():
             stops[i] |= int(tokens[i]) in draws[i].request.stop_token_ids
+        for i in np.flatnonzero(stops).tolist():
+            draws[i].has_stop_id = True
+        for i in np.flatnonzero(~stops & state["constrained"][lanes]).tolist():
+            rules = draws[i].request.rules
+            assert rules is not None, "it is constrained"
+            stops[i] = rules.is_over(draws[i])
         for i in np.flatnonzero(stops | (state["total"][lanes] >= state["limit"][lanes])).tolist():
             if int(tokens[i]) in draws[i].request.stop_token_ids:
                 draws[i].stop_reason = int(tokens[i])
@@ -465,6 +473,7 @@ class Scheduler:
             for sequence, answer in zip(request.sequences, answers, strict=True):
                 sequence.token_ids[request.num_prompt_tokens :] = answer.token_ids
                 sequence.total_logprob, sequence.stop_reason = answer.total, answer.stop_reason
+                sequence.has_stop_id = answer.reason is FinishReason.STOP
                 self._finish_sequence(sequence, answer.reason)
                 sequence.died_at = answer.died_at
 

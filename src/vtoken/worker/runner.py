@@ -65,10 +65,10 @@ class ModelRunner:
         """One token a row of `logits`, which are overwritten, and what is to be said of some rows."""
         searched = torch.from_numpy(batch.searched)
         of_scored, of_searched = logits[torch.from_numpy(batch.scored)], logits[searched]  # copies, before rules
-        if batch.rules is not None:
-            apply_rules(logits, batch.rules)
-        tokens, errors = sample(logits, batch, compiled=self._backend.compiled)
-        found = RunnerOutput(tokens, errors)
+        compiled = self._backend.compiled
+        broken = {} if batch.rules is None else apply_rules(logits, batch.rules, compiled=compiled)
+        tokens, errors = sample(logits, batch, compiled=compiled)
+        found = RunnerOutput(tokens, errors | broken)
         if len(of_scored):
             # A draw that failed has no token; its request ends, whatever is said of another one.
             found = replace(found, drawn=score_rows(of_scored, np.maximum(tokens[batch.scored], 0), batch.num_top))

@@ -44,9 +44,9 @@ def sample(logits: Tensor, batch: SamplingBatch, *, compiled: bool = False) -> t
         uniforms = uniform(batch.seeds, batch.choices, batch.indices)
         limits = batch.temperature, batch.min_p, batch.top_p, batch.top_k
         tokens, statuses = sample_rows(logits, batch.is_greedy, *limits, uniforms)
-        return tokens, {int(row): _REASONS[RowStatus(statuses[row])] for row in np.flatnonzero(statuses)}
+        return tokens, {row: _reason(RowStatus(statuses[row]), row, batch) for row in np.flatnonzero(statuses).tolist()}
     tokens = np.full(num_rows, -1, dtype=np.int32)
-    errors = _errors(logits)
+    errors = _errors(logits, batch)
     good = np.ones(num_rows, dtype=np.bool_)
     good[list(errors)] = False
 
@@ -67,13 +67,18 @@ def sample(logits: Tensor, batch: SamplingBatch, *, compiled: bool = False) -> t
     return tokens, errors
 
 
-def _errors(logits: Tensor) -> dict[int, str]:
+def _reason(status: RowStatus, row: int, batch: SamplingBatch) -> str:
+    own = batch.rules.ruling_out.get(row) if batch.rules is not None and status is RowStatus.RULED_OUT else None
+    return own or _REASONS[status]
+
+
+def _errors(logits: Tensor, batch: SamplingBatch) -> dict[int, str]:
     peak = logits.amax(dim=1)  # NaN if any is NaN
     errors: dict[int, str] = {}
     for row in torch.nonzero(~torch.isfinite(peak)).flatten().tolist():
         value = peak[row].item()
         status = RowStatus.NAN if value != value else RowStatus.INFINITE if value > 0 else RowStatus.RULED_OUT
-        errors[row] = _REASONS[status]
+        errors[row] = _reason(status, row, batch)
     return errors
 
 
