@@ -10,6 +10,5 @@ from vtoken import LLM, SamplingParams
 params = SamplingParams(temperature=0.0, max_tokens=160)
 
 with LLM("smollm2-135m", num_blocks=8, max_model_len="auto", kv_policy="h2o", kv_budget=64) as llm:
-    chat = llm.get_tokenizer().encode_chat([{"role": "user", "content": "Why is the sky blue?"}])
-    answer = llm.generate(chat, params)[0].outputs[0]
+    answer = llm.chat([{"role": "user", "content": "Why is the sky blue?"}], params)[0].outputs[0]
     print(f"{answer.num_evicted} tokens were evicted, {answer.num_kept} kept, in a pool of 8 blocks of 16")

@@ -7,16 +7,18 @@ from pathlib import Path
 from vtoken.base.config import EngineConfig
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.validation import Settings
-from vtoken.cli.generate import DEFAULT_MAX_TOKENS
+from vtoken.cli import chat, generate
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 _HEAD = f"""# Settings
 
 Made from the fields by `python -m tests.settings_page`; a test holds this page against them. The command line has the
-same names as flags, `max_model_len` as `--max-model-len`, and one other default: `max_tokens` is \
+same names as flags, `max_model_len` as `--max-model-len`, and other defaults: `max_tokens` is \
 {SamplingParams().max_tokens} in Python, as in vLLM,
-and {DEFAULT_MAX_TOKENS} there, where `all` stands for Python's `None`.
+{generate.DEFAULT_MAX_TOKENS} for `vtoken generate` and {chat.DEFAULT_MAX_TOKENS} for `vtoken chat`, where `all` \
+stands for Python's `None`; `vtoken chat` has `max_model_len`
+"auto".
 """
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import pages
 from benchmarks.kvpress.pairs import PAIRS
 
 BEGIN: Final = "<!-- kvpress:begin -->"
@@ -64,14 +65,5 @@ def _cells(found: Summary) -> list[str]:
 
 
 def write_between_markers(path: Path, text: str) -> None:
-    """Put the text between the markers of a page; a page without them gets them at its end. Raises ValueError if only
-    one is there, or they are in the wrong order."""
-    old = path.read_text(encoding="utf-8") if path.is_file() else ""
-    begin, end = old.find(BEGIN), old.find(END)
-    if begin < 0 and end < 0:
-        new = f"{old.rstrip()}\n\n{BEGIN}\n{text}\n{END}\n".lstrip()
-    elif 0 <= begin < end:
-        new = f"{old[: begin + len(BEGIN)]}\n{text}\n{old[end:]}"
-    else:
-        raise ValueError(f"{path} needs both {BEGIN} and {END}, in this order, or neither")
-    path.write_text(new, encoding="utf-8")
+    """As `pages.write_between_markers`, with this table's markers."""
+    pages.write_between_markers(path, text, BEGIN, END)

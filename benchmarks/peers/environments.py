@@ -94,14 +94,14 @@ def steps() -> list[Step]:
             "vllm",
             f"{TORCH} {' '.join(vllm)} without {' '.join(NOT_NEEDED)}",
             frozenset({"vllm"}),
-            lambda log: _python_environment("vllm", [[TORCH], vllm], log, remove=NOT_NEEDED),
+            lambda log: python_environment("vllm", [[TORCH], vllm], log, remove=NOT_NEEDED),
         ),
         Step("tcmalloc", " or ".join(TCMALLOC), frozenset({"vllm"}), _unpack_tcmalloc),
         Step(
             "transformers",
             f"{TORCH} {' '.join(TRANSFORMERS)}",
             frozenset({"transformers", "llama.cpp"}),  # llama.cpp's converter needs it too
-            lambda log: _python_environment("transformers", [[TORCH], TRANSFORMERS], log),
+            lambda log: python_environment("transformers", [[TORCH], TRANSFORMERS], log),
         ),
         Step("llama.cpp", build, llama, _build_llama),
         Step("gguf", f"{MODEL} F32 {' '.join(GGUF_TYPES)} by {LLAMA_CPP}", llama, _convert),
@@ -121,7 +121,7 @@ def _get_model() -> None:
     catalog.get_model(MODEL)
 
 
-def _python_environment(name: str, installs: Sequence[Sequence[str]], log: Path, remove: Sequence[str] = ()) -> None:
+def python_environment(name: str, installs: Sequence[Sequence[str]], log: Path, remove: Sequence[str] = ()) -> None:
     folder = peers_dir() / name / "venv"
     python = folder / "bin" / "python"
     if not python.is_file():

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import pages
 from benchmarks.peers.engines import ENGINES, TARGETS, Target
 from benchmarks.peers.figures import Goal, Spread, common_prefix, paired_ratios
 from benchmarks.peers.records import Record
@@ -226,19 +227,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_between_markers(page: Path, text: str) -> None:
-    """Put the text between the markers of a page; a page without them gets them at its end.
-
-    Raises ValueError if only one marker is there, or they are in the wrong order.
-    """
-    old = page.read_text(encoding="utf-8") if page.is_file() else ""
-    begin, end = old.find(BEGIN), old.find(END)
-    if begin < 0 and end < 0:
-        new = f"{old.rstrip()}\n\n{BEGIN}\n{text}\n{END}\n".lstrip()
-    elif 0 <= begin < end:
-        new = f"{old[: begin + len(BEGIN)]}\n{text}\n{old[end:]}"
-    else:
-        raise ValueError(f"{page} needs both {BEGIN} and {END}, in this order, or neither")
-    page.write_text(new, encoding="utf-8")
+    """As `pages.write_between_markers`, with this report's markers."""
+    pages.write_between_markers(page, text, BEGIN, END)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

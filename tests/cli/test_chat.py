@@ -86,19 +86,21 @@ def test_stats_tell_what_memory_holds(say, model: str) -> None:
 
 def test_with_a_budget_tokens_make_room(say, model: str) -> None:
     talk = "".join(f"message {i} with some words\n" for i in range(8)) + "/stats\n"
-    small = ("--num-blocks", "8", "--max-tokens", "8", "--kv-policy", "streaming_llm", "--kv-budget", "48")
-    ran = say(talk, model, *small, "--kv-prefill-stride", "32", "--kv-trigger", "always")
+    small = ("--num-blocks", "8", "--max-tokens", "8", "--temperature", "0", "--ignore-eos")
+    budget = ("--kv-policy", "streaming_llm", "--kv-budget", "48", "--kv-prefill-stride", "32")
+    ran = say(talk, model, *small, *budget, "--kv-trigger", "always")
     assert ran.code == 0
     [kept, evicted] = map(int, re.search(r"at its end (\d+) kept, (\d+) evicted", ran.out).groups())
     assert kept <= 8 * 16
     assert evicted > 100
-    without = say(talk, model, *small[:4])
+    without = say(talk, model, *small)
     assert without.code == 1
     assert "--max-model-len 128; /reset starts a new one" in without.err
 
 
 def test_a_full_conversation_says_so_and_what_to_do(say, model: str) -> None:
-    ran = say("one\ntwo\n/reset\none\n", model, "--num-blocks", "64", "--max-model-len", "64", "--max-tokens", "all")
+    size = ("--num-blocks", "64", "--max-model-len", "64", "--max-tokens", "all")
+    ran = say("one\ntwo\n/reset\none\n", model, *size, "--temperature", "0", "--ignore-eos")
     full = "(the conversation is full, 64 tokens: /reset starts a new one"
     assert ran.err.count(full) == 2
     assert "error: with this message the conversation has" in ran.err

@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -502,28 +501,36 @@ def test_a_loop_that_is_gone_is_no_reader(folder):
     llm.close()
 
 
-def test_a_huge_prompt_stalls_neither_the_loop_nor_a_stream(folder):
-    """U43. The byte tokenizer of the tests is slow, so a small one will do."""
+def test_a_huge_prompt_stalls_neither_the_loop_nor_a_stream(folder, monkeypatch):
+    """U43: while it is tokenized, in a thread of its own, the loop goes round and the engine steps."""
 
     async def main():
         async with opened(folder) as llm:
-            beats, is_over = [], False
+            encode, spans, beats, steps = llm.get_tokenizer().encode, [], [], []
+
+            def watched(text):
+                assert threading.current_thread().name.startswith("vtoken-tokenizer")
+                started = time.monotonic()
+                token_ids = encode(text)
+                spans.append((started, time.monotonic()))
+                return token_ids
 
             async def beat():
-                while not is_over:
+                while True:
                     beats.append(time.monotonic())
                     await asyncio.sleep(0.005)
 
+            monkeypatch.setattr(llm.get_tokenizer(), "encode", watched)
+            llm.add_step_listener(lambda engine, outputs: steps.append(time.monotonic()))
             beating = asyncio.create_task(beat())
-            before = llm.engine.scheduler.counters.tokens_generated
-            running = asyncio.create_task(read(llm.generate("x", LONG, output_kind="delta")))
-            with pytest.raises(RequestError, match="leave no room"):
-                await read(llm.generate("x y " * 200_000, GREEDY))
-            assert llm.engine.scheduler.counters.tokens_generated > before
-            await running
-            is_over = True
-            await beating
-            assert max(b - a for a, b in pairwise(beats)) < 0.5
+            async with llm.generate([1], LONG, output_kind="delta") as running:
+                await running.__anext__()
+                with pytest.raises(RequestError, match="leave no room"):
+                    await read(llm.generate("x y " * 200_000, GREEDY))
+            beating.cancel()
+            [(started, ended)] = spans
+            for times in (beats, steps):
+                assert sum(started < moment < ended for moment in times) >= 5
 
     asyncio.run(main())
 

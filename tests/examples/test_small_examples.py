@@ -56,3 +56,7 @@ def test_steps_end_by_abort_and_by_length(cache: str) -> None:
     assert ended.keys() == {"a", "b"}
     assert ended["b"] in ("length", "stop")
     assert ended["a"] in ("abort", "stop")
+
+
+def test_stream_prints_an_answer(cache: str) -> None:
+    assert run("stream.py", VTOKEN_CACHE=cache).strip()

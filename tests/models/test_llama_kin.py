@@ -60,6 +60,7 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
     "phi3-window": lambda f: save_phi3(f, sliding_window=7),
     "phi3-sharded": lambda f: save_phi3(f, max_shard_size="40KB"),
     "phi3-partial": lambda f: save_phi3(f, rope_parameters=dict(PARTIAL)),
+    "phi3-partial-odd": lambda f: save_phi3(f, rope_parameters=PARTIAL | {"partial_rotary_factor": 0.7}),
     "phi3-longrope": lambda f: save_phi3(f, rope_parameters=long_rope(8), original_max_position_embeddings=64),
     "phi3-longrope-short": lambda f: save_phi3(f, rope_parameters=long_rope(8), original_max_position_embeddings=100),
     "phi3-longrope-partial": lambda f: save_phi3(
@@ -132,6 +133,22 @@ def test_windows_are_switched_on_by_layer(
 def test_windows_that_make_no_sense_are_refused(switches: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = change(save_qwen2(tmp_path / "model"), **{"layer_types": None} | switches)
     with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
+
+
+def test_a_window_that_is_not_mentioned(tmp_path: Path) -> None:
+    folder = save_phi3(tmp_path / "model", sliding_window=7)
+    assert read_model_spec(read_config(folder)).layers[0].window == 7
+    config = json.loads((folder / "config.json").read_text())
+    for values in (config | {"sliding_window": None}, {k: v for k, v in config.items() if k != "sliding_window"}):
+        (folder / "config.json").write_text(json.dumps(values))
+        assert read_model_spec(read_config(folder)).layers[0].window is None
+
+
+@pytest.mark.parametrize("partial", [0.01, 0, 1.5])
+def test_a_part_of_a_head_that_makes_no_sense_is_refused(partial: float, tmp_path: Path) -> None:
+    folder = change(save_phi3(tmp_path / "model"), rope_parameters=None, partial_rotary_factor=partial)
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
         load_model(folder)
 
 

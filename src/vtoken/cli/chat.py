@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vtoken.engine.stats import EngineStats
 
 DEFAULT_MAX_TOKENS = 512
+SEVERAL = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping")  # a talk has one answer a turn
 
 _HELP = """\
 /reset         start a new conversation
@@ -35,7 +36,7 @@ Ctrl-C stops an answer. A message that begins with a slash: write two."""
     SamplingParams,
     into="sampling",
     panel="Drawing tokens",
-    leave_out=(*LEFT_OUT, "n", "best_of", "logprobs", "prompt_logprobs", "kv_pin"),
+    leave_out=(*LEFT_OUT, *SEVERAL, "logprobs", "prompt_logprobs", "kv_pin"),
     max_tokens=DEFAULT_MAX_TOKENS,
 )
 @takes(

@@ -114,7 +114,8 @@ class AsyncLLM:
         EngineError if the engine is closed or dies.
         """
         text_or_ids, salt = parse_prompt(prompt)
-        return self._stream(lambda: text_or_ids, sampling_params, request_id, output_kind, cache_salt or salt)
+        salt = salt if cache_salt is None else cache_salt
+        return self._stream(lambda: text_or_ids, sampling_params, request_id, output_kind, salt)
 
     def chat(
         self,
@@ -221,8 +222,8 @@ class AsyncLLM:
         What still runs is aborted, at once or, with `drain`, after `timeout` seconds (None: never). Blocks until all is
         over; what was answered meanwhile can be read afterwards.
         """
-        self._finalizer.detach()
         _shut_down(self._thread, self._pool, drain=drain, timeout=timeout)
+        self._finalizer.detach()
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """`close` without blocking the event loop."""

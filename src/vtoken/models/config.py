@@ -34,7 +34,7 @@ _MIN_NUMBER: Final = 1e-12
 _MAX_NUMBER: Final = 1e12
 
 # What transformers takes for a key that the config does not mention. A window of null in the file is none.
-_DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096, "Phi3ForCausalLM": 0}
+_DEFAULT_WINDOWS: Final = {"MistralForCausalLM": 4096, "Phi3ForCausalLM": None}
 _DEFAULT_HEAD_DIMS: Final = {"Qwen3ForCausalLM": 128}
 # Architectures whose windows have a switch of their own.
 _SWITCHED_WINDOWS: Final = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -88,7 +88,7 @@ class ConfigSection:
         if not isinstance(value, list) or not all(_is_number(each, _MIN_NUMBER, _MAX_NUMBER) for each in value):
             raise self._wrong(key, f"a list of numbers from {_MIN_NUMBER:g} to {_MAX_NUMBER:g}", value)
         if len(value) != count:
-            raise self._wrong(key, f"a list of {count} numbers", f"{len(value)} of them")
+            raise self._wrong(key, f"a list of {count} numbers", len(value))
         return tuple(map(float, value))
 
     def flag(self, key: str, default: bool) -> bool:
@@ -116,6 +116,10 @@ class ConfigSection:
         if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             raise self._wrong(key, "a list of strings", value)
         return value
+
+    def says(self, key: str) -> bool:
+        """Whether the file gives a value, and not null."""
+        return self._values.get(key) is not None
 
     def as_dict(self) -> dict[str, Any]:
         """The values, unchecked."""
@@ -286,7 +290,9 @@ def _sliding_windows(config: CheckpointConfig, num_layers: int) -> tuple[int | N
         return _switched_windows(config, num_layers)
     window = None
     if config.architecture in _DEFAULT_WINDOWS and not config.is_null("sliding_window"):
-        window = config.integer("sliding_window", default=_DEFAULT_WINDOWS[config.architecture])
+        window = _DEFAULT_WINDOWS[config.architecture]
+        if config.says("sliding_window"):
+            window = config.integer("sliding_window")
     return (window,) * num_layers
 
 

@@ -53,6 +53,8 @@ class RopeParameters:
             raise CheckpointError(
                 f"{config.path}: partial_rotary_factor other than 1 is not supported for {config.architecture}"
             )
+        if int(config.head_dim * common["partial"]) < 1:
+            raise CheckpointError(f"{config.path}: with partial_rotary_factor {common['partial']:g} nothing turns")
         known = _OWN_TYPES.get(config.architecture, _TYPES)
         rope_type = section.text("rope_type", default=section.text("type", default="default"))
         if rope_type not in known:

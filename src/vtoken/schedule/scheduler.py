@@ -415,7 +415,7 @@ class Scheduler:
         for request, reason in failed.items():
             self._finish_request(request, FinishReason.ERROR, reason)
         enter_drawn(flight.draws, plan.sampling.scored, result.drawn)
-        drawn = self._take_tokens(flight.draws, result.tokens)
+        drawn = self._take_tokens(flight.draws, result.tokens, failed)
         for request in self._beams.take(flight.draws, plan.sampling.searched, result.candidates):
             self._advance_beams(request)
         if self._suspects:  # whoever got a token in a step of its own is not what made the other one fail
@@ -429,10 +429,12 @@ class Scheduler:
         finished, self._finished = self._finished, []
         return finished
 
-    def _take_tokens(self, draws: list[Sequence], tokens: NDArray[np.int32]) -> list[tuple[Sequence, int]]:
+    def _take_tokens(
+        self, draws: list[Sequence], tokens: NDArray[np.int32], failed: dict[Request, str]
+    ) -> list[tuple[Sequence, int]]:
         """Append what was drawn, unless its request has failed, and end the sequences that are complete. Beams draw
         nothing."""
-        kept = [i for i, s in enumerate(draws) if not s.request.is_finished and s.request.beam_search is None]
+        kept = [i for i, s in enumerate(draws) if s.request not in failed and s.request.beam_search is None]
         if len(kept) < len(draws):
             draws, tokens = [draws[i] for i in kept], tokens[kept]
         if not draws:
