@@ -188,7 +188,7 @@ class SamplingParams(Settings):
         default=(),
     )
     include_stop_str_in_output: bool = setting(
-        "Leave a text of `stop` that ended a choice in its text.", expected=_SWITCH, default=False
+        "Leave a text of `stop`, or the stop id, that ended a choice in its text.", expected=_SWITCH, default=False
     )
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = setting(
         "The fewest new tokens: before that nothing ends a choice, since what would end it is not drawn.",

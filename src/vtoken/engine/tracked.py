@@ -155,11 +155,8 @@ class Tracked:
         return ""
 
     def _hides_last(self, sequence: Sequence) -> bool:
-        """Whether the last token is a stop id, which is a mark and no text even where the tokenizer has one for it.
-
-        Asked before a stop text is looked for, so that what stopped the choice was an id.
-        """
-        return sequence.finish_reason is FinishReason.STOP and not self.request.params.include_stop_str_in_output
+        """A stop id is a mark and no text, even where the tokenizer has one for it."""
+        return sequence.has_stop_id and not self.request.params.include_stop_str_in_output
 
     def _stop(self, sequence: Sequence) -> str | None:
         return self._answers[sequence.choice].stop if self._answers else None

@@ -453,6 +453,8 @@ class Scheduler:
         stops = np.isin(tokens, self._eos) & ~state["ignore_eos"][lanes]
         for i in np.flatnonzero(state["own_stops"][lanes]).tolist():
             stops[i] |= int(tokens[i]) in draws[i].request.stop_token_ids
+        for i in np.flatnonzero(stops).tolist():
+            draws[i].has_stop_id = True
         for i in np.flatnonzero(~stops & state["constrained"][lanes]).tolist():
             rules = draws[i].request.rules
             assert rules is not None, "it is constrained"
@@ -473,6 +475,7 @@ class Scheduler:
             for sequence, answer in zip(request.sequences, answers, strict=True):
                 sequence.token_ids[request.num_prompt_tokens :] = answer.token_ids
                 sequence.total_logprob, sequence.stop_reason = answer.total, answer.stop_reason
+                sequence.has_stop_id = answer.reason is FinishReason.STOP
                 self._finish_sequence(sequence, answer.reason)
                 sequence.died_at = answer.died_at
 

@@ -43,6 +43,7 @@ class Sequence:
     lane: int | None = None  # where it lies in the books; None while it has no blocks
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the one of the request's own stop tokens or texts that ended it
+    has_stop_id: bool = False  # whether the last token is one that ended it: the model's or the request's own
     # Position -> length of the text at which the token was evicted. Kept here while the sequence has no lane, and in
     # the end, for the answer; otherwise the books have it.
     died_at: dict[int, int] = field(default_factory=dict)
