@@ -21,10 +21,9 @@ class Agreement:
     """Two arms on one task, request by request."""
 
     requests: int
-    alike: (
-        int | None
-    )  # with the same text drawn, or the same word on whether the text is what greedy decoding would draw;
-    # None of running texts, which are scored alone
+    # With the same text drawn, or the same word on whether the text is what greedy decoding would draw. None of running
+    # texts, which are scored alone.
+    alike: int | None
     gap: float | None  # largest difference of two log-probabilities, in nats; None where texts are drawn
 
     @classmethod
