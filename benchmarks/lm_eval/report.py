@@ -21,7 +21,9 @@ class Agreement:
     """Two arms on one task, request by request."""
 
     requests: int
-    alike: int  # with the same text drawn, or the same word on whether the text is what greedy decoding would draw
+    # With the same text drawn, or the same word on whether the text is what greedy decoding would draw. None of running
+    # texts, which are scored alone.
+    alike: int | None
     gap: float | None  # largest difference of two log-probabilities, in nats; None where texts are drawn
 
     @classmethod
@@ -35,7 +37,10 @@ class Agreement:
             for pair in zip(one, other, strict=True)
         ]
         gaps = [abs(_logprob(one) - _logprob(other)) for one, other in pairs if not isinstance(one, str)]
-        return cls(len(pairs), sum(_decision(one) == _decision(other) for one, other in pairs), max(gaps, default=None))
+        decisions = [(_decision(one), _decision(other)) for one, other in pairs]
+        is_decided = all(one is not None for one, _ in decisions)
+        alike = sum(one == other for one, other in decisions) if is_decided else None
+        return cls(len(pairs), alike, max(gaps, default=None))
 
 
 def _logprob(said: Any) -> float:
@@ -71,7 +76,7 @@ def page(tasks: Sequence[Task], arms: Mapping[str, Mapping[str, Found]], about: 
     for task in tasks:
         found = Agreement.of(arms[VTOKEN][task.name], arms[TRANSFORMERS][task.name])
         gap = "texts" if found.gap is None else f"{found.gap:.1g}"
-        agreement.append([task.name, str(found.requests), str(found.alike), gap])
+        agreement.append([task.name, str(found.requests), "scores" if found.alike is None else str(found.alike), gap])
     return (
         f"{text}\n\n{_table(metrics)}\n\nThe full cache on both sides, request by request. Decided alike: the same "
         "text drawn, or the same answer to whether greedy decoding would have drawn what was scored.\n\n"

@@ -204,7 +204,7 @@ def test_agreement_is_counted_request_by_request() -> None:
     theirs = said([[-1.0, True], [-2.5, False]], [[-3.1, False], [-4.0, False]])
     assert Agreement.of(ours, theirs) == Agreement(4, 3, 0.5)
     assert Agreement.of(said(["a"], ["b"]), said(["a"], ["c"])) == Agreement(2, 1, None)
-    assert Agreement.of(said([-7.0]), said([-7.25])) == Agreement(1, 1, 0.25)
+    assert Agreement.of(said([-7.0]), said([-7.25])) == Agreement(1, None, 0.25)
     with pytest.raises(ValueError, match="not asked the same"):
         Agreement.of(said(["a"]), said(["a", "b"]))
 
