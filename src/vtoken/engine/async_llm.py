@@ -107,7 +107,7 @@ class AsyncLLM:
                 `"cache_salt"`.
             request_id: unique among those that have not finished; None: one is made.
             output_kind: "cumulative": the answer so far, "delta": what is new, "final": the whole in the end, once.
-                A reader who is late gets one output for several steps.
+                A reader who is late by more than a few steps gets one output for all of them.
             cache_salt: texts with different ones never share cached blocks.
 
         Raises RequestError, here or when it starts, and then nothing was queued; QueueFullError when it starts;
@@ -213,6 +213,11 @@ class AsyncLLM:
         if self.engine.tokenizer is None:
             raise EngineError("this engine has no tokenizer (skip_tokenizer_init=True)")
         return self.engine.tokenizer
+
+    async def with_tokenizer(self, work: Callable[[Tokenizer], T]) -> T:
+        """`work(tokenizer)` in one of the threads that tokenize prompts, so that a long text stalls no event loop."""
+        tokenizer = self.get_tokenizer()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, tokenizer)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

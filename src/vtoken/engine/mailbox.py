@@ -11,6 +11,7 @@ from vtoken.engine.tracked import OutputKind
 from vtoken.schedule.sequence import Request
 
 _MOST_UNREAD = 64  # deltas that are kept apart while nobody reads; then they become one
+_SLIGHTLY_LATE = 8  # deltas, of which a reader gets each; one who is later is helped to catch up
 
 
 class Mailbox:
@@ -53,13 +54,16 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """The next output, or all deltas that came since the last. Raises what the mailbox failed with."""
+        """The next output; of a delta all that came since the last, if they are many. Raises what the mailbox failed
+        with."""
         if self._waiter is not None:
             raise RuntimeError("two tasks read one stream; give each a request of its own")
         while True:
             with self._lock:
                 if self._unread:
-                    output, self._unread = join_deltas(self._unread), []
+                    taken = 1 if len(self._unread) <= _SLIGHTLY_LATE else len(self._unread)
+                    output = join_deltas(self._unread[:taken])
+                    del self._unread[:taken]
                     return output
                 if self._error is not None:
                     raise self._error

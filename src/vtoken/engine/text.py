@@ -19,6 +19,16 @@ _MAX_CUT_TOKENS = 3
 _LONGEST_REASON = 300  # characters of what a template says when it refuses
 
 
+def _bytes_of_signs() -> dict[str, int]:
+    """GPT-2's table: printable bytes are written as themselves, the others as the characters from U+0100 up."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES_OF_SIGNS = _bytes_of_signs()
+
+
 class Tokenizer:
     """A Hugging Face tokenizer, kept to what an engine needs.
 
@@ -196,6 +206,22 @@ class Tokenizer:
             whole = self.decode_raw([*known, token_id]) if token_id in self._known else ""
             self._token_texts[token_id] = whole[len(self.decode_raw(known)) :] if whole and known else whole
         return self._token_texts[token_id]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; only those of several in a row need be whole characters."""
+        byte = self._byte_tokens.get(token_id)
+        text = self.token_text(token_id)
+        if byte is not None or _REPLACEMENT not in text:
+            return text.encode() if byte is None else byte
+        # Byte-level vocabularies write each byte as a character of its own.
+        signs: str = self.backend.convert_ids_to_tokens(token_id)
+        if all(sign in _BYTES_OF_SIGNS for sign in signs):
+            return bytes(map(_BYTES_OF_SIGNS.__getitem__, signs))
+        return text.encode()
+
+    def is_known(self, token_id: int) -> bool:
+        """Whether the tokenizer has such a token; the model may have more."""
+        return token_id in self._known
 
     def is_audible(self, token_id: int) -> bool:
         """Whether a token has text: it exists and is not special."""

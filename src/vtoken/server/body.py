@@ -1,0 +1,104 @@
+"""The body of a request: read up to a limit, then JSON as the standard has it, or an error that says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from vtoken.base.units import format_bytes
+from vtoken.server.errors import ApiError
+
+_SMALL = 1 << 16  # bytes that are decoded faster than a thread is woken
+_LINGER = 10.0  # seconds
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 itself can hold none
+
+
+class TooLarge(ApiError):
+    """A body beyond the limit. The answer is sent at once; what the client still sends is read and dropped for a
+    while, since a connection that is cut under a client's hands loses the answer too."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(413, f"the body is larger than {format_bytes(limit)} (max_body_size)", code="body_too_large")
+
+    def response(self) -> _Lingering:
+        return _Lingering(self.body(), self.status, {"Connection": "close"})
+
+
+class _Lingering(JSONResponse):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        try:
+            async with asyncio.timeout(_LINGER):
+                while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+                    pass
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """The decoded body. Raises ApiError: 415 for another type, 413 beyond `limit` bytes, 400 for what is no JSON."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, f"expected a body of type application/json, got {kind[:80]!r}", code="unsupported_type")
+    body = await _read(request, limit)
+    return decode(body) if len(body) <= _SMALL else await asyncio.to_thread(decode, body)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise TooLarge(limit)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise TooLarge(limit)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def decode(body: bytes) -> Any:
+    """JSON to Python. Refuses NaN and infinity, which are no JSON, and text that is no Unicode. Of a name that comes
+    twice the last value counts."""
+    try:
+        found = json.loads(body.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _invalid(f"byte {error.start} is no UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _invalid(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+    except ValueError:  # Python reads no whole number of more than 4,300 digits
+        raise _invalid("a number has too many digits") from None
+    except RecursionError:
+        raise _invalid("it is nested too deeply") from None
+    if _SURROGATE.search(body):
+        _check_text(found)
+    return found
+
+
+def _check_text(found: Any) -> None:
+    for field, value in found.items() if isinstance(found, dict) else [(None, found)]:
+        try:
+            json.dumps([field, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            name = field if field is not None and field.isprintable() else None
+            raise ApiError(
+                400, f"{name or 'the body'}: holds half a surrogate pair, which is no text", param=name
+            ) from None
+        except RecursionError:
+            raise _invalid("it is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ApiError(400, f"the body is no valid JSON: {name} is no number there", code="invalid_json")
+
+
+def _invalid(why: str) -> ApiError:
+    return ApiError(400, f"the body is no valid JSON: {why}", code="invalid_json")

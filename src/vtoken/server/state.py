@@ -1,0 +1,84 @@
+"""`ServerState`: what all routes share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import HTTPConnection
+
+from vtoken.base.errors import ConfigError
+from vtoken.engine.async_llm import AsyncLLM
+from vtoken.engine.text import Tokenizer
+from vtoken.server.errors import ApiError, unavailable
+from vtoken.server.settings import ServerSettings
+
+
+class ServerState:
+    """One engine, the settings, and how many requests are being answered."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, model: str) -> None:
+        """`model` is what clients may call the model, if the settings have no names for it."""
+        self.llm = llm
+        self.settings = settings
+        self.names = settings.served_model_name or (model,)
+        self.created = int(time.time())
+        self.chat_template = _read_template(settings.chat_template)
+        self.is_draining = False
+        self.num_open = 0  # requests that take part in the shutdown: those that are answered from the engine
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.llm.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.engine.scheduler.config.max_model_len
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served here."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"model: there is no {name[:200]!r} here; served: {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_ready(self) -> None:
+        """Raise ApiError if nothing can be asked of the engine any more."""
+        if not self.llm.is_alive:
+            raise unavailable("the engine does not run any more")
+
+    def enter(self) -> None:
+        self.num_open += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        self.num_open -= 1
+        if self.num_open == 0:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no request is being answered."""
+        await self._idle.wait()
+
+
+def state_of(connection: HTTPConnection) -> ServerState:
+    state: Any = connection.app.state.server
+    assert isinstance(state, ServerState)
+    return state
+
+
+def _read_template(given: str | None) -> str | None:
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise ConfigError(f"chat_template: the file {given!r} cannot be read: {reason}") from None

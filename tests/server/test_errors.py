@@ -1,0 +1,161 @@
+"""Bad requests: 400, 404, 405, 413, 415, in OpenAI's shape, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.serving import MODEL, error_of
+
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+BASE = {"model": MODEL, "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"null", b"true", b"1", b'"x"', b"\xff\xfe", b'{"a": NaN}', b'{"a": -Infinity}'),
+        *(b"[" * 10**5, b'{"a": ' * 10**5, b'{"prompt": ' + b"9" * 5000 + b"}", b'{"a":1}{"a":2}'),
+        *(b'{"user": "\\ud800"}', b'{"\\udc00": 1}', b'{"messages": [{"role": "user", "content": "\\udfff"}]}'),
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_what_is_no_request(server, route, body):
+    """U51, U83."""
+    error_of(server.http.post(route, content=body, headers=JSON))
+
+
+@pytest.mark.parametrize("route", ROUTES[:2])
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-1, "hot", True, 1e400, 101]),
+        ("top_p", [0, 1.5, "x"]),
+        ("top_k", [-5, 0.5]),
+        ("min_p", [2, -1]),
+        ("n", [0, 1.0, "2", 100_000, -1, 2**70]),
+        ("max_tokens", [-1, 1.5, 10**30, True]),
+        ("max_completion_tokens", [-1, "x"]),
+        ("presence_penalty", [99]),
+        ("frequency_penalty", [-3]),
+        ("repetition_penalty", [0, -1]),
+        ("seed", [2**70, 1.5, "x"]),
+        ("stop", ["", ["a", ""], [1], 5, ["x"] * 1000]),
+        ("stop_token_ids", [[-1], ["a"], [10**6], 5]),
+        ("logit_bias", [{"a": 1}, {"1": 101}, {"1": "x"}, {"99999": 1}, [1], {"1": True}, {"-1": 1}]),
+        ("prompt_logprobs", [-1, 10**6]),
+        ("stream", ["yes", 1]),
+        ("stream_options", [{}, 5, {"include_usage": "x"}]),
+        ("bad_words", [[""], [5]]),
+        ("response_format", ["json", {"type": "x"}, {"type": "json_schema", "json_schema": {}}]),
+        ("structured_outputs", [{"regex": "("}, {}, {"x": 1}]),
+        ("kv_policy", ["nobody", 5, ""]),
+        ("kv_budget", [0, 1.5, "x", True]),
+        ("kv_trigger", ["never"]),
+        ("kv_pin", [[[5, 1]], [1], "all", [[0, 1, 2]]]),
+        ("user", [5, {}]),
+        ("cache_salt", [5, ""]),
+        ("model", [5, ""]),
+    ],
+)
+def test_wrong_values_are_told_by_name(server, route, field, values):
+    """U05, U07, U66, U68."""
+    for value in values:
+        body = {**BASE, field: value}
+        response = server.http.post(route, content=dumps(body), headers=JSON)
+        error_of(response, 404 if (field, value) == ("model", "") else 400, field)
+    assert server.complete(prompt="x", max_tokens=1)
+
+
+def dumps(body) -> bytes:
+    return json.dumps(body).replace("Infinity", "1e400").encode()
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [1.5], [-1], [258], [True], [None], {}, 5, True, [["a"]], [[1], ["a"]], [[1.5]]]
+)
+def test_prompts_that_are_none(server, prompt):
+    """U39, U07."""
+    error_of(server.post("/v1/completions", {"model": MODEL, "prompt": prompt}), param="prompt")
+
+
+@pytest.mark.parametrize("prompt", ["", [""], [[]], ["hi", ""]])
+def test_an_empty_prompt_is_the_bos_token(server, prompt):
+    """U39."""
+    assert server.complete(prompt=prompt, max_tokens=1)["usage"]["prompt_tokens"] in (1, 3)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], "x", [{}], [5], {}, [{"role": "foo", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 5}]],
+)
+def test_messages_that_are_none(server, messages):
+    error_of(server.post("/v1/chat/completions", {"model": MODEL, "messages": messages}), param="messages")
+
+
+def test_missing_fields(server):
+    error_of(server.post("/v1/completions", {"prompt": "x"}), param="model")
+    error_of(server.post("/v1/completions", {"model": MODEL}), param="prompt")
+    error_of(server.post("/v1/chat/completions", {"model": MODEL}), param="messages")
+
+
+def test_fields_that_clients_always_send_are_taken(server):
+    more = {
+        "store": False,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "whatever": [1],
+    }
+    nulls = dict.fromkeys(
+        ("temperature", "top_p", "stop", "seed", "n", "logit_bias", "user", "stream_options", "tools")
+    )
+    assert server.complete(prompt="x", max_tokens=1, **more, **nulls)
+    assert server.chat(max_tokens=1, **more, **nulls, reasoning_effort="low", modalities=["text"])
+
+
+def test_routes_methods_and_types(server):
+    """U51."""
+    assert (
+        error_of(server.post("/v1/completions", {"model": "gpt-4", "prompt": "x"}), 404, "model")["code"]
+        == "model_not_found"
+    )
+    error_of(server.post("/v1/nothing", {}), 404)
+    error_of(server.http.get("/v1/completions"), 405)
+    error_of(server.http.delete("/v1/models"), 405)
+    text = server.http.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"})
+    error_of(text, 415)
+    untyped = server.http.build_request(
+        "POST", "/v1/completions", content=b'{"model":"tiny","prompt":"x","max_tokens":1}'
+    )
+    untyped.headers.pop("Content-Type", None)
+    assert server.http.send(untyped).status_code == 200
+    assert server.http.head("/health").status_code == 200
+    assert server.http.head("/v1/models").content == b""
+    assert server.http.options("/v1/models").status_code == 204
+
+
+def test_a_thousand_bad_messages_make_a_short_error(server):
+    """U51."""
+    error_of(server.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": 5}] * 1000}))
+
+
+def test_a_prompt_that_is_too_long_names_both_numbers(server):
+    """U24."""
+    error = error_of(server.post("/v1/completions", {"model": MODEL, "prompt": "x" * 1024}), param="prompt")
+    assert "1024" in error["message"]
+    assert "1023" in error["message"]
+    message = {"role": "user", "content": "x" * 2000}
+    error_of(server.post("/v1/chat/completions", {"model": MODEL, "messages": [message]}), param="messages")
+    assert server.complete(prompt="x" * 1023, max_tokens=500)["usage"]["completion_tokens"] == 1
+
+
+def test_a_stream_is_refused_before_it_begins(server):
+    """U41."""
+    body = {"model": MODEL, "prompt": "x", "stream": True}
+    error_of(server.post("/v1/completions", {**body, "n": 0}), param="n")
+    error_of(server.post("/v1/completions", {**body, "prompt": "x" * 5000}), param="prompt")
+    error_of(server.post("/v1/completions", {**body, "prompt": ["x", [999]]}), param="prompt")
