@@ -8,8 +8,9 @@ from typing import Annotated, NoReturn
 import typer
 
 import vtoken
-from vtoken.cli import bench, chat, eval, generate, models, policies
-from vtoken.cli.options import as_flags
+from vtoken.cli import bench, chat, eval, generate, models, policies, serve
+from vtoken.cli.config_file import PREFIX
+from vtoken.cli.options import as_flags, elsewhere
 
 _ABOUT = """
 An LLM engine on a paged KV cache in which an evicted token's memory comes back.
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.add_typer(models.app, name="models")
+app.command("serve", context_settings={"auto_envvar_prefix": PREFIX})(serve.serve)
 app.command("policies")(policies.policies)
 app.add_typer(bench.app, name="bench")
 app.command("eval")(eval.evaluate)
@@ -74,6 +76,8 @@ def run() -> None:
 
 def _explain(error: typer.TyperException) -> str:
     message = error.format_message().rstrip(".")
+    if "o such option" in message:
+        message += elsewhere(message)
     # People type the prompt right behind the model.
     return message + "; give prompts with -p" if "unexpected extra argument" in message else message
 

@@ -16,12 +16,15 @@ from vtoken.base.config import EngineConfig
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.units import parse_bytes
 from vtoken.base.validation import Settings
+from vtoken.server.settings import ServerSettings
 
 ALL: Final = "all"  # what the command line has for a count of None
 
 # What a message for Python users says where the command line offers nothing of the kind.
 _PYTHON_ONLY: Final = ", or set skip_tokenizer_init=True and send token ids"
-_NAMES: Final = sorted({*EngineConfig.names(), *SamplingParams.names()} - {"model"}, key=len, reverse=True)
+_NAMES: Final = sorted(
+    {*EngineConfig.names(), *SamplingParams.names(), *ServerSettings.names()} - {"model"}, key=len, reverse=True
+)
 # Not inside a path: /models/num_blocks/ is a place.
 _SETTING: Final = re.compile(rf"(?<![\w./-])(?:{'|'.join(_NAMES)})(?![\w/-]|\.\w)(?:=(?:'[^']*'|[^\s,;:()]+))?")
 
@@ -125,12 +128,30 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "kv_pin": (_range, "START-END"),
     "structured_outputs": (_object, "JSON"),
     "max_tokens": (_count_or_all, f"TOKENS|{ALL}"),
+    "max_queued_requests": (_count_or_all, f"CHOICES|{ALL}"),
+    "max_queued_tokens": (_count_or_all, f"TOKENS|{ALL}"),
+    "max_body_size": (_size, "SIZE"),
 }
 _READERS_BY_TYPE: dict[Any, tuple[Callable[[str], Any], str]] = {
     int: (_whole_number, "NUMBER"),
     float: (_number, "NUMBER"),
     str: (str, "TEXT"),
 }
+
+# What vLLM's users call them.
+_ALIASES: Final = {
+    "num_blocks": "--num-gpu-blocks-override",
+    "kv_memory": "--kv-cache-memory-bytes",
+    "preemption": "--preemption-mode",
+    "log_level": "--uvicorn-log-level",
+}
+
+
+def elsewhere(message: str) -> str:
+    """What to say of an option of other engines that is none here; "" if nothing is known of it."""
+    found = re.search(r"--([a-z][a-z-]*)", message)
+    words = EngineConfig.elsewhere.get(found[1].replace("-", "_")) if found else None
+    return "" if words is None else f": {words}"
 
 
 def takes(
@@ -177,7 +198,8 @@ def _option(settings: type[Settings], name: str, panel: str, default: Any) -> in
         more["parser"], more["metavar"] = reader
         value_type = list[str] if get_origin(value_type) is list else str
     names = [f"{flag}/--no-{name.replace('_', '-')}"] if value_type is bool else [flag]
-    option = typer.Option(*names, help=about, rich_help_panel=panel, show_default=False, **more)
+    names += [_ALIASES[name]] if name in _ALIASES else []
+    option = typer.Option(*names, help=about, rich_help_panel=panel, show_default=False, show_envvar=False, **more)
     annotation = Annotated[value_type | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

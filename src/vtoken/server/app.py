@@ -28,8 +28,7 @@ _ABOUT = "OpenAI's API over a paged KV cache in which an evicted token's memory 
 def create_app(llm: AsyncLLM, settings: ServerSettings | None = None, *, model: str = "") -> FastAPI:
     """The application around an engine, which stays the caller's to close.
 
-    `model` is what clients may call the model where the settings have no names for it. Raises ConfigError for a chat
-    template that cannot be read.
+    `model` is what clients may call the model where the settings have no names for it.
     """
     settings = settings or ServerSettings()
     state = ServerState(llm, settings, model or "model")

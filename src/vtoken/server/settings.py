@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
@@ -23,6 +24,19 @@ _Texts = Annotated[
 ]
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Seconds = Annotated[float, Field(gt=0, le=1e6)]
+
+
+def _read_template(given: Any) -> Any:
+    """A file's text in place of its path."""
+    if not isinstance(given, str) or "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise ValueError(f"the file {given!r} cannot be read: {reason}") from None
+
+
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
@@ -63,7 +77,7 @@ class ServerSettings(Settings):
         default="",
         pattern=r"^(/[^/\s]+)*$",
     )
-    chat_template: str | None = setting(
+    chat_template: Annotated[str | None, BeforeValidator(_read_template)] = setting(
         "A Jinja template for chats instead of the model's own: a file, or the template itself.",
         expected="a file, or a template with {{ }} or {% %} in it, or None (the model's own)",
         default=None,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import HTTPConnection
 
-from vtoken.base.errors import ConfigError
+from vtoken.base.errors import EngineError
 from vtoken.engine.async_llm import AsyncLLM
 from vtoken.engine.text import Tokenizer
-from vtoken.server.errors import ApiError, unavailable
+from vtoken.server.errors import ApiError, as_api_error, unavailable
 from vtoken.server.settings import ServerSettings
 
 
@@ -25,7 +25,7 @@ class ServerState:
         self.settings = settings
         self.names = settings.served_model_name or (model,)
         self.created = int(time.time())
-        self.chat_template = _read_template(settings.chat_template)
+        self.chat_template = settings.chat_template
         self.is_draining = False
         self.num_open = 0  # requests that take part in the shutdown: those that are answered from the engine
         self._idle = asyncio.Event()
@@ -54,6 +54,12 @@ class ServerState:
         if not self.llm.is_alive:
             raise unavailable("the engine does not run any more")
 
+    def explain(self, error: BaseException, renamed: Mapping[str, str] | None = None) -> ApiError:
+        """See `as_api_error`; and a request that the shutdown has caught is not told of a failure."""
+        if isinstance(error, EngineError) and self.is_draining:
+            return unavailable("the server is shutting down")
+        return as_api_error(error, renamed)
+
     def enter(self) -> None:
         self.num_open += 1
         self._idle.clear()
@@ -72,13 +78,3 @@ def state_of(connection: HTTPConnection) -> ServerState:
     state: Any = connection.app.state.server
     assert isinstance(state, ServerState)
     return state
-
-
-def _read_template(given: str | None) -> str | None:
-    if given is None or "{{" in given or "{%" in given:
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
-        raise ConfigError(f"chat_template: the file {given!r} cannot be read: {reason}") from None

@@ -15,7 +15,6 @@ from vtoken.engine.async_llm import RequestStream
 from vtoken.engine.outputs import CompletionOutput, RequestOutput
 from vtoken.server.answers import Tally, finish_all, read_all, start_all
 from vtoken.server.body import read_json
-from vtoken.server.errors import as_api_error
 from vtoken.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from vtoken.server.openapi import takes
 from vtoken.server.protocol.chat import (
@@ -51,7 +50,7 @@ async def create_chat_completion(request: Request) -> Response:
             return EventStream(chat.events())
         chat, output = await until_disconnect(request, _finished(state, asked))
     except VtokenError as error:
-        raise as_api_error(error, _RENAMED) from error
+        raise state.explain(error, _RENAMED) from error
     return Response(chat.whole(output).model_dump_json(exclude_unset=True), media_type="application/json")
 
 

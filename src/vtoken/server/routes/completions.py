@@ -16,7 +16,6 @@ from vtoken.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from vtoken.engine.prompts import Prompt
 from vtoken.server.answers import Tally, finish_all, read_all, start_all
 from vtoken.server.body import read_json
-from vtoken.server.errors import as_api_error
 from vtoken.server.logprobs import CompletionScores, TokenNames, prompt_logprobs
 from vtoken.server.openapi import takes
 from vtoken.server.protocol.completion import (
@@ -47,7 +46,7 @@ async def create_completion(request: Request) -> Response:
         outputs = await until_disconnect(request, finish_all(completion.streams))
     except VtokenError as error:
         renamed = {"prompt_logprobs": "logprobs"} if asked.echo and asked.logprobs is not None else None
-        raise as_api_error(error, renamed) from error
+        raise state.explain(error, renamed) from error
     return Response(completion.whole(outputs).model_dump_json(exclude_unset=True), media_type="application/json")
 
 

@@ -1,0 +1,84 @@
+"""Options of a command from a YAML file and from the environment, which counts more; most counts the command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from vtoken.base.errors import ConfigError
+from vtoken.base.registry import suggest
+
+logger = logging.getLogger("vtoken")
+
+PREFIX = "VTOKEN"
+_ELSEWHERE = {"VTOKEN_CACHE"}  # read by others
+
+
+def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
+    """Callback of an eager `--config`: what the file says is the default of the other options."""
+    if path is not None:
+        names = _names(context)
+        context.default_map = {**(context.default_map or {}), **read_options(path, names)}
+    return path
+
+
+def read_options(path: Path, names: dict[str, str]) -> dict[str, Any]:
+    """What a file says, as text that the options themselves read. `names`: as they may be written -> of the option.
+
+    Raises ConfigError for a file that cannot be read, and for names and values that are no options.
+    """
+    try:
+        found = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise ConfigError(f"the config file {str(path)!r} cannot be read: {reason}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it is damaged"
+        raise ConfigError(f"the config file {str(path)!r} is no YAML{where}: {problem}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"the config file {str(path)!r}: expected lines such as 'port: 8000'")
+    options = {}
+    for written, value in found.items():
+        name = names.get(str(written).replace("-", "_"))
+        if name is None:
+            hint = suggest(str(written).replace("-", "_"), sorted(names))
+            raise ConfigError(f"the config file {str(path)!r}: unknown option {str(written)!r}; {hint}see --help")
+        if value is not None:
+            options[name] = _as_text(written, value, path)
+    return options
+
+
+def _as_text(name: object, value: Any, path: Path) -> str | list[str]:
+    if isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
+        return [str(each) for each in value]
+    if isinstance(value, list | dict):
+        raise ConfigError(f"the config file {str(path)!r}: {name}: expected a value, or a list of values")
+    return str(value)
+
+
+def warn_of_unknown_variables(names: Collection[str]) -> None:
+    """A name that nobody reads is a typing error more often than not."""
+    known = {f"{PREFIX}_{name.upper()}" for name in names} | _ELSEWHERE
+    for variable in sorted(set(os.environ) - known):
+        if variable.startswith(f"{PREFIX}_"):
+            logger.warning("the environment variable %s means nothing; %s", variable, suggest(variable, sorted(known)))
+
+
+def _names(context: typer.Context) -> dict[str, str]:
+    """Every way in which an option may be written -> its name."""
+    names = {}
+    for parameter in context.command.params:
+        if parameter.name is not None and parameter.name not in ("config", "help"):
+            for written in (parameter.name, *parameter.opts):
+                names[written.lstrip("-").replace("-", "_")] = parameter.name
+    return names
