@@ -93,7 +93,7 @@ class Observer:
     def find(self, engine: Engine, number: int) -> Request | None:
         """A request by its number: one that has not ended, or one of the last that have."""
         scheduler = engine.scheduler
-        requests = (*scheduler.running, *scheduler.preempted, *scheduler.waiting, *self.ended)
+        requests = (*scheduler.running, *scheduler.preempted, *scheduler.waiting, *self._seen.values(), *self.ended)
         return next((request for request in requests if request.index == number), None)
 
     def _remember(self, now: dict[int, Request]) -> None:

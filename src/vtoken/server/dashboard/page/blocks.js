@@ -213,7 +213,7 @@ class BlockMap {
       ["just returned", { ...held, state: "free" }, { flash: true }],
     ];
     const items = entries.map(([text, cell, options]) => {
-      const canvas = make("canvas");
+      const canvas = make("canvas", { ariaHidden: "true" });
       // As large as the cells are drawn, so that it shows what is to be seen.
       const side = Math.max(13, Math.min(18, this.side));
       const context = sharp(canvas, 18, 18);
