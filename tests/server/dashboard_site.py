@@ -8,17 +8,17 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 from vtoken import AsyncLLM, SamplingParams
-from vtoken.server.dashboard import dashboard_router
+from vtoken.server.app import create_app
+from vtoken.server.settings import ServerSettings
 
 CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
@@ -36,15 +36,29 @@ class Load:
         self._prompt = prompt
         self._answer = answer
 
-    async def run(self, llm: AsyncLLM) -> None:
-        rng, tasks, number = random.Random(0), set(), 0
-        while True:
+    @contextmanager
+    def running(self, llm: AsyncLLM) -> Iterator[None]:
+        """In a thread and an event loop of its own, as if it came from elsewhere."""
+        has_ended = threading.Event()
+        thread = threading.Thread(target=lambda: asyncio.run(self._run(llm, has_ended)))
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+
+    async def _run(self, llm: AsyncLLM, has_ended: threading.Event) -> None:
+        rng, tasks, number = random.Random(0), set[asyncio.Task[None]](), 0
+        while not has_ended.is_set():
             while len(tasks) < self.num_requests:
                 task = asyncio.create_task(self._ask(llm, number, rng))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
                 number += 1
             await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
 
     async def _ask(self, llm: AsyncLLM, number: int, rng: random.Random) -> None:
         params = SamplingParams(
@@ -62,34 +76,19 @@ class Load:
 
 
 @contextmanager
-def site(folder: Path | str, load: Load, *, port: int = 0, title: str = "tiny", **settings: Any) -> Iterator[str]:
-    """The address of the dashboard of a new engine under a load."""
-    llm = AsyncLLM(str(folder), **settings)
-    try:
-        with served(llm, load, port=port, title=title) as url:
-            yield url
-    finally:
-        llm.close()
-
-
-@contextmanager
-def served(llm: AsyncLLM, load: Load, *, port: int = 0, title: str = "tiny") -> Iterator[str]:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(load.run(llm))
-        yield
-        task.cancel()
-
-    app = FastAPI(lifespan=lifespan)
-    app.include_router(dashboard_router(llm, title=title))
-    config = uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+def site(folder: Path | str, load: Load, *, port: int = 0, api_key: str | None = None, **engine: Any) -> Iterator[str]:
+    """The address of the dashboard of a new server under a load."""
+    llm = AsyncLLM(str(folder), **engine)
+    app = create_app(llm, ServerSettings(served_model_name="tiny", api_key=api_key))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         wait_until(lambda: server.started)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/dashboard"
+        with load.running(llm):
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/dashboard"
     finally:
+        llm.close()  # first, as the server does it: who watches is told of the end
         server.should_exit = True
         thread.join()
 

@@ -48,13 +48,16 @@ def page(url: str, chromium: Any) -> Iterator[Page]:
 class Page:
     """What a test asks of the page: in its own words, as far as possible."""
 
-    def __init__(self, driver: Any, url: str, width: int, height: int, *, dark: bool = False) -> None:
+    def __init__(
+        self, driver: Any, url: str, width: int, height: int, *, dark: bool = False, waits: bool = True
+    ) -> None:
         self.driver = driver
         set_screen(driver, width, height, dark=dark)
         driver.get("about:blank")
         driver.get_log("browser")
         driver.get(url)
-        wait_until(self.tiles)
+        if waits:
+            wait_until(self.tiles)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -394,3 +397,19 @@ def test_another_server_takes_the_place_of_one_that_ended(model: Path, chromium:
     with site(model, Load(2), num_blocks=48, port=port, **ENGINE):
         wait_until(lambda: page.text("#status") == "")
         wait_until(lambda: page.number("tokens a second") > 0)
+
+
+def test_where_there_is_a_key_the_data_needs_it(model: Path, chromium: Any) -> None:
+    with site(model, Load(2), num_blocks=48, api_key="sesame", **ENGINE) as url:
+        page = Page(chromium, url, *WIDE, waits=False)
+        wait_until(lambda: page.one("#key-form").is_displayed())
+        assert page.tiles() == {}
+        for given in ("open", "sesame"):
+            page.one("#key").send_keys(given)
+            page.press("ENTER", "")
+            wait_until(lambda: page.run("return document.getElementById('key').value") == "")
+            wait_until(lambda: page.one("#key-form").is_displayed() == (given == "open"))  # noqa: B023
+        wait_until(page.rows)
+        page.driver.refresh()  # the key is known as long as the tab is open
+        wait_until(page.rows)
+        page.run("sessionStorage.clear()")

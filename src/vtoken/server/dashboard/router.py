@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, HTTPException, Query, Response
+from fastapi import APIRouter, FastAPI, Query, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from vtoken.base.errors import EngineError
@@ -18,6 +18,7 @@ from vtoken.server.dashboard.frames import EVENT, FACTS, ROW, STATES, FrameEncod
 from vtoken.server.dashboard.page import page
 from vtoken.server.dashboard.recorder import Recorder
 from vtoken.server.dashboard.tokens import TokenStates, look_at_tokens, to_json
+from vtoken.server.errors import ApiError, unavailable
 
 T = TypeVar("T")
 
@@ -93,7 +94,8 @@ def dashboard_router(llm: AsyncLLM, *, title: str = "") -> APIRouter:
 
         states = await _ask(llm, look)
         if states is None:
-            raise HTTPException(404, f"request number {number} has no choice {choice}, or ended too long ago")
+            message = f"request number {number} has no choice {choice}, or ended too long ago"
+            raise ApiError(404, message, code="not_found")
         return await asyncio.to_thread(to_json, states, llm.engine.tokenizer)
 
     return router
@@ -103,7 +105,7 @@ async def _ask(llm: AsyncLLM, work: Callable[[Engine], T]) -> T:
     try:
         return await llm.run_in_engine(work)
     except EngineError as error:
-        raise HTTPException(503, str(error)) from None
+        raise unavailable(str(error)) from None
 
 
 def _json(value: Any) -> str:
