@@ -31,3 +31,15 @@ def test_a_log_of_a_thousand_is_the_default() -> None:
 def test_a_log_holds_something() -> None:
     with pytest.raises(ValueError, match="at least 1 decision, got 0"):
         DecisionLog(capacity=0)
+
+
+def test_the_last_events_and_a_decision_by_its_number() -> None:
+    log = DecisionLog(capacity=3)
+    assert (log.last_events(5), log.find(0)) == ([], None)
+    for step in range(5):
+        log.step = step
+        log.add(decision(step))
+    assert log.num_events == 5
+    assert [event.step for event in log.last_events(2)] == [3, 4]
+    assert [event.step for event in log.last_events(99)] == [0, 1, 2, 3, 4]
+    assert [log.find(number) for number in (1, 2, 4, 5, -1)] == [None, decision(2), decision(4), None, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, get_args
 
 Verdict = Literal["packed", "dead_blocks", "no_gain", "too_dear"]
@@ -62,6 +63,7 @@ class DecisionLog:
             raise ValueError(f"a decision log holds at least 1 decision, got {capacity}")
         self.step = 0  # what comes next is stamped with it: the step that carries the copies. The scheduler sets it
         self.counts: dict[Verdict, int] = dict.fromkeys(get_args(Verdict), 0)
+        self.num_events = 0  # all there were
         self._latest: deque[ReclaimDecision] = deque(maxlen=capacity)
         self._events: deque[ReclaimEvent] = deque(maxlen=4 * capacity)
 
@@ -78,10 +80,20 @@ class DecisionLog:
     def enter(self, decision: int, phase: Phase, *, lane: int | None = None, tokens: int = 0, blocks: int = 0) -> None:
         """A decision, by its number, has come to a phase."""
         self._events.append(ReclaimEvent(self.step, decision, phase, lane, tokens, blocks))
+        self.num_events += 1
 
     @property
     def events(self) -> tuple[ReclaimEvent, ...]:
         return tuple(self._events)
+
+    def last_events(self, count: int) -> list[ReclaimEvent]:
+        """The last `count` events, or as many as are kept, the oldest first."""
+        return list(islice(reversed(self._events), count))[::-1]
+
+    def find(self, number: int) -> ReclaimDecision | None:
+        """A decision by its number; None for one that is kept no longer."""
+        first = self._latest[0].number if self._latest else 0
+        return self._latest[number - first] if first <= number < first + len(self._latest) else None
 
     def __len__(self) -> int:
         return len(self._latest)

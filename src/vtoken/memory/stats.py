@@ -97,11 +97,9 @@ class MemoryUsage:
         )
 
 
-def count_cells(manager: KVCacheManager, lanes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Of the blocks of some lanes on the device, [num_blocks]: (cells up to the last used one, cells that live).
-
-    A cell lives if one of the lanes reads it.
-    """
+def overlay(manager: KVCacheManager, lanes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Some lanes on the device laid over each other: ([num_blocks] cells up to the last used one, [num_blocks, words]
+    a bit for each slot that one of the lanes reads)."""
     pool, blocks, size = manager.pool, manager.blocks, manager.block_size
     live = np.zeros((pool.num_blocks, len(blocks.full)), np.uint32)
     used_cells = np.zeros(pool.num_blocks, np.int64)
@@ -110,6 +108,15 @@ def count_cells(manager: KVCacheManager, lanes: NDArray[np.int64]) -> tuple[NDAr
     held = ids[index, entries]
     np.bitwise_or.at(live, held, blocks.masks[lanes[index], entries])
     np.maximum.at(used_cells, held, np.clip(manager.tokens.num_rows[lanes[index]] - entries * size, 0, size))
+    return used_cells, live
+
+
+def count_cells(manager: KVCacheManager, lanes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Of the blocks of some lanes on the device, [num_blocks]: (cells up to the last used one, cells that live).
+
+    A cell lives if one of the lanes reads it.
+    """
+    used_cells, live = overlay(manager, lanes)
     return used_cells, bits.count(live)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from vtoken.memory.bits import Ints
 from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.policies.base import Policy, TokenView
 from vtoken.policies.statistics import AttentionStatistic, CacheStatistic, FutureAttention, Statistic
-from vtoken.policies.victims import choose_victims, protection
+from vtoken.policies.victims import checked_scores, choose_victims, protection
 from vtoken.schedule.config import SchedulerCounters
 from vtoken.schedule.lane_state import NEVER, LaneState
 from vtoken.schedule.plan import StatisticOrder, StepPlan, StepResult
@@ -28,6 +29,15 @@ _Part = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], NDArray[n
 FADE = 0.5
 
 MANY = 32  # policies from which on those that nobody runs under are forgotten, their statistics too
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a policy thinks of the live tokens of one sequence, in order of position."""
+
+    positions: NDArray[np.int32]  # [tokens]
+    scores: NDArray[np.float64]  # [tokens] the lowest die first; NaN where nobody has looked yet
+    is_protected: NDArray[np.bool_]  # [tokens] may not die: first, recent or pinned ones
 
 
 class Evictor:
@@ -217,6 +227,28 @@ class Evictor:
         of_lane, column = np.nonzero(victims)
         memory.evict(lanes[of_lane], rows[of_lane, column])
         return len(of_lane), {}
+
+    def judge(self, lane: int) -> Judgement | None:
+        """What a lane's policy thinks of its tokens now, for who watches; None if it keeps all, has not seen enough, or
+        fails: an error counts when something is to die. Changes nothing."""
+        number, lanes = int(self._state["policy"][lane]), np.array([lane])
+        # For whoever loses tokens at places statistics are always gathered.
+        if number < 0 or not (self._state["at_places"][lane] or self.is_ready(lanes)[0]):
+            return None
+        policy = self.policies[number]
+        rows, positions, is_live = self._memory.tokens.live_by_position(lanes)
+        try:
+            view = self._view(policy, lanes, rows, positions, is_live)
+            protected = protection(policy, view, [self._pins(lane)])
+            is_known = is_live.copy()
+            for statistic in policy.needs:
+                is_known &= ~np.isnan(view[statistic])
+            scores = np.where(is_known, checked_scores(policy, view, is_known), np.nan)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a policy may be anybody's
+            return None
+        return Judgement(positions[0], scores[0], protected[0])
 
     def _pins(self, lane: int) -> tuple[tuple[int, int], ...]:
         retention = self._state.of(lane).request.retention

@@ -7,6 +7,7 @@ the step's token budget. First come, first served; when blocks are short the lat
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from vtoken.schedule.beam_search import BeamSearch
 from vtoken.schedule.beams import Beams, search_of
 from vtoken.schedule.capacity import Capacity
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
-from vtoken.schedule.evictor import Evictor
+from vtoken.schedule.evictor import Evictor, Judgement
 from vtoken.schedule.lane_state import LaneState
 from vtoken.schedule.logit_rules import ends_of, rules_of
 from vtoken.schedule.plan import StepPlan, StepResult
@@ -242,6 +243,23 @@ class Scheduler:
     @property
     def running(self) -> tuple[Request, ...]:
         return tuple(self._residents.running)
+
+    @property
+    def preempted(self) -> tuple[Request, ...]:
+        return tuple(self._residents.preempted)
+
+    @property
+    def waiting(self) -> Iterator[Request]:
+        """Those that never ran, in their order; not to be kept over a step."""
+        return iter(self._residents.waiting)
+
+    def judge(self, sequence: Sequence) -> Judgement | None:
+        """What the policy of a sequence thinks of its live tokens now. Changes nothing.
+
+        None if it has no policy or no blocks on the device, or if its policy has not seen enough to say.
+        """
+        lane = sequence.lane
+        return None if lane is None or self.memory.on_host[lane] else self._evictor.judge(lane)
 
     # --- plan -------------------------------------------------------------------------------------------------------
 

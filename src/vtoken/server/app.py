@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 import vtoken
 from vtoken.engine.async_llm import AsyncLLM
+from vtoken.server.dashboard import dashboard_router
 from vtoken.server.errors import ApiError, as_api_error
 from vtoken.server.middleware import Gate
 from vtoken.server.openapi import describe_requests
@@ -36,6 +37,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None, *, model: 
     app.state.server = state
     for routes in (completions, chat, models, tokens, health):
         app.include_router(routes.router)
+    if settings.dashboard:
+        app.include_router(dashboard_router(llm, title=state.names[0]))
     describe_requests(app)
     app.add_exception_handler(HTTPException, _of_the_framework)
     app.add_exception_handler(RequestValidationError, _of_a_parameter)

@@ -124,6 +124,11 @@ class ServerSettings(Settings):
         default=None,
         min_length=1,
     )
+    dashboard: bool = setting(
+        "Show the memory at work under /dashboard; what it shows needs a key where there are keys.",
+        expected=_SWITCH,
+        default=True,
+    )
     log_level: LogLevel = setting(
         "What is logged; info has a line for each request.",
         expected="one of 'critical', 'error', 'warning', 'info', 'debug'",
