@@ -26,6 +26,8 @@ def test_defaults_are_vllms() -> None:
         *[("min_p", bad) for bad in (2, -0.5, math.nan, "0", False, None)],
         *[("n", bad) for bad in (0, -1, 1.0, "2", True, None, 1025, 100_000)],
         *[("max_tokens", bad) for bad in (0, -1, 1.5, 1e12, "16", True, 2**63)],
+        *[("length_penalty", bad) for bad in (-31, 31, math.nan, math.inf, "1", None)],
+        *[("repetition_penalty", bad) for bad in (0, -1, 1e-300, 1e7, math.nan, "1", None)],
         *[("seed", bad) for bad in (2**70, 2**64, -(2**63) - 1, 1.0, "1", True)],
         *[("ignore_eos", bad) for bad in (1, 0, "true", None)],
         *[("stop_token_ids", bad) for bad in (5, "12", [-1], [1.0], [True], ["1"], [None], [2**31])],

@@ -201,7 +201,7 @@ def test_in_one_call(folder: Path) -> None:
         ({"n": 4, "logprobs": 3}, "cannot be combined with logprobs"),
         ({"n": 4, "repetition_penalty": 1.1, "logit_bias": {3: 1.0}}, "with repetition_penalty, logit_bias"),
         ({"n": 4, "early_stopping": "later"}, "early_stopping: expected True, False or 'never', got 'later'"),
-        ({"n": 4, "length_penalty": float("nan")}, "length_penalty: expected a number from -100 to 100"),
+        ({"n": 4, "length_penalty": float("nan")}, "length_penalty: expected a number from -30 to 30"),
         ({"n": 4, "best_of": 2}, "best_of: 2 choices cannot give the n=4 best"),
     ],
 )

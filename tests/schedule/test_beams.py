@@ -11,9 +11,10 @@ import pytest
 from tests.driving import VOCAB_SIZE, DrawFailure, Driver, StepFailure, mix, tokens
 from vtoken.base.errors import RequestError
 from vtoken.base.hashing import uniform
-from vtoken.base.sampling_params import SamplingParams
+from vtoken.base.sampling_params import MAX_LENGTH_PENALTY, SamplingParams
 from vtoken.executor.sim import _A, _B
 from vtoken.schedule.beam_search import BeamSearch
+from vtoken.schedule.capacity import MAX_LENGTH
 from vtoken.schedule.plan import StepPlan
 from vtoken.schedule.sequence import FinishReason, Request
 
@@ -172,6 +173,14 @@ def offer(beams: BeamSearch, *named: tuple[list[int], list[float]]) -> None:
     for beam, (names, logprobs) in enumerate(named):
         is_last = beams.offer(beam, np.array(names, np.int32), np.array(logprobs))
         assert is_last == (beam == len(named) - 1)
+
+
+@pytest.mark.parametrize("penalty", [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY])
+def test_no_length_is_too_long_for_a_penalty(penalty: float) -> None:
+    beams = search(length_penalty=penalty, early_stopping="never")
+    scores = [beams.score(-1e9, length) for length in (1, 2, 10_000, MAX_LENGTH)]
+    assert np.isfinite(scores).all()
+    assert len(set(scores)) == 4
 
 
 def test_in_the_beginning_one_speaks_for_all() -> None:

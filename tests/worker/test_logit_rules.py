@@ -189,6 +189,8 @@ def test_functions_see_their_own_row_and_text_one_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
+        (lambda answer, row: row.to_sparse(), r"it returned a sparse one of shape \(24,\)"),
+        (lambda answer, row: row.to("meta"), r"it returned a meta tensor of shape \(24,\)"),
         (lambda answer, row: 1 / 0, r"function 0 \(<lambda>\) raised ZeroDivisionError: division by zero"),
         (lambda answer, row: None, "a float tensor of shape .24,.; it returned NoneType"),
         (lambda answer, row: row[:5], "it returned one of shape .5,."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from tests.plans import Lane, Slice, make_plan
 from tests.worker.fake_model import FakeModel
 from vtoken.attention.reference import ReferenceAttention
 from vtoken.planner.kv_memory import KVShape
-from vtoken.schedule.plan import NOTHING_TO_SCORE, ScoringBatch
+from vtoken.schedule.plan import NO_SCORES, NOTHING_TO_SCORE, ScoringBatch
 from vtoken.worker.kv_store import KVStore
 from vtoken.worker.runner import ModelRunner
 from vtoken.worker.scoring import MOST_ROWS, score
@@ -28,6 +29,10 @@ def test_a_score_is_the_logarithm_of_the_probability() -> None:
     found = score(identity, torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]), batch([0, 0, 1], [2, 0, 1])).logprobs
     weights = np.exp([1.0, 2.0, 3.0])
     np.testing.assert_allclose(found, np.log([weights[2] / weights.sum(), weights[0] / weights.sum(), 1 / 3]))
+
+
+def test_where_nobody_asks_nothing_is_done() -> None:
+    assert score(lambda hidden: pytest.fail("logits were made"), torch.zeros(3, 2), NOTHING_TO_SCORE) is NO_SCORES
 
 
 def test_it_is_exact_where_float32_would_lose_it() -> None:

@@ -28,6 +28,7 @@ from vtoken.base.structured_outputs import StructuredOutputsParams
 from vtoken.base.validation import Settings, setting, shorten
 
 MAX_N = 1024  # choices of one request; the engine refuses sooner when they cannot run together
+MAX_LENGTH_PENALTY = 30.0  # any length to this power is a float, and so is what is divided by it
 MAX_TEMPERATURE = 100.0  # far past the point where every distribution is flat, and safe in float32
 _INT32_MAX = 2**31 - 1
 
@@ -122,10 +123,10 @@ class SamplingParams(Settings):
     )
     length_penalty: float = setting(
         "Beam search divides the log-probability of an answer by its length to this power; below 0 short ones win.",
-        expected="a number from -100 to 100",
+        expected=f"a number from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
         default=1.0,
-        ge=-100,
-        le=100,
+        ge=-MAX_LENGTH_PENALTY,
+        le=MAX_LENGTH_PENALTY,
     )
     early_stopping: bool | Literal["never"] = setting(
         "Beam search ends when there are as many finished answers as beams (True), when those that run are not likely "
@@ -198,9 +199,9 @@ class SamplingParams(Settings):
 
     repetition_penalty: float = setting(
         "Divides the positive logits of tokens that prompt or answer have used, multiplies the negative ones; 1: off.",
-        expected="a number above 0; above 1 it makes repetition rarer",
+        expected="a number from 1e-6 to 1e6; above 1 it makes repetition rarer",
         default=1.0,
-        gt=0,
+        ge=1e-6,  # float32 holds any logit divided by it
         le=1e6,
     )
     presence_penalty: float = setting(

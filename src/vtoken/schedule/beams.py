@@ -30,7 +30,9 @@ class Beams:
 
     def take(self, draws: SequenceOf[Sequence], searched: NDArray[np.int64], found: Candidates) -> list[Request]:
         """Enter what beams name, which are the draws `searched`. Returns the requests of which all beams have."""
-        complete = []
+        complete: list[Request] = []
+        if not len(searched):
+            return complete
         for draw, tokens, logprobs in zip(searched.tolist(), found.tokens, found.logprobs, strict=True):
             request = draws[draw].request
             if not request.is_finished:

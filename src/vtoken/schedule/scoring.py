@@ -41,6 +41,8 @@ def order_scores(
 
 def enter_scores(plan: StepPlan, result: StepResult, state: LaneState) -> dict[Request, str]:
     """Give requests the scores of their prompts. Returns those whose logits were no numbers, and why."""
+    if not len(plan.scoring):
+        return {}
     after, failed = plan.scoring.after, {}
     slices = np.searchsorted(plan.starts, after, side="right") - 1
     for s in np.unique(slices).tolist():

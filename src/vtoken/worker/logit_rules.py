@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ def _process(row: Tensor, processors: RowProcessors) -> str | None:
             found = function(*map(list, ids), logits)  # copies, lest one function changes what the next one sees
         except Exception as error:
             return f"{name} raised {describe(error)}"
-        if not isinstance(found, Tensor) or found.shape != row.shape or not found.is_floating_point():
+        if not _is_row(found, row):
             return (
                 f"{name} was to return logits, a float tensor of shape {tuple(row.shape)}; it returned {_form(found)}"
             )
@@ -79,12 +79,26 @@ def _process(row: Tensor, processors: RowProcessors) -> str | None:
     return None
 
 
+def _is_row(found: object, row: Tensor) -> TypeGuard[Tensor]:
+    """Whether it is a dense tensor of numbers that can be one of `row`: neither sparse nor one without content."""
+    return (
+        isinstance(found, Tensor)
+        and found.shape == row.shape
+        and found.is_floating_point()
+        and found.layout is torch.strided
+        and not found.is_meta
+    )
+
+
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _form(found: object) -> str:
-    return f"one of shape {tuple(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(found, Tensor):
+        return type(found).__name__
+    kind = "a meta tensor" if found.is_meta else "one" if found.layout is torch.strided else "a sparse one"
+    return f"{kind} of shape {tuple(found.shape)} and {found.dtype}"
 
 
 def _mask(logits: Tensor, masks: TokenMasks, compiled: bool) -> None:

@@ -63,17 +63,19 @@ class ModelRunner:
 
     def _draw(self, batch: SamplingBatch, logits: Tensor) -> RunnerOutput:
         """One token a row of `logits`, which are overwritten, and what is to be said of some rows."""
-        searched = torch.from_numpy(batch.searched)
-        of_scored, of_searched = logits[torch.from_numpy(batch.scored)], logits[searched]  # copies, before rules
+        # Copies of what no rule has changed, for the few that ask for it.
+        of_scored = logits[torch.from_numpy(batch.scored)] if len(batch.scored) else None
+        of_searched = logits[torch.from_numpy(batch.searched)] if len(batch.searched) else None
         compiled = self._backend.compiled
         broken = {} if batch.rules is None else apply_rules(logits, batch.rules, compiled=compiled)
         tokens, errors = sample(logits, batch, compiled=compiled)
         found = RunnerOutput(tokens, errors | broken)
-        if len(of_scored):
+        if of_scored is not None:
             # A draw that failed has no token; its request ends, whatever is said of another one.
             found = replace(found, drawn=score_rows(of_scored, np.maximum(tokens[batch.scored], 0), batch.num_top))
-        if len(of_searched):
-            found = replace(found, candidates=candidates(of_searched, logits[searched], batch.num_candidates))
+        if of_searched is not None:
+            ruled = logits[torch.from_numpy(batch.searched)]
+            found = replace(found, candidates=candidates(of_searched, ruled, batch.num_candidates))
         return found
 
     def _forward(self, plan: StepPlan, meta: AttentionMetadata) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtoken.schedule.plan import Candidates, ScoringBatch, TokenScores
+from vtoken.schedule.plan import NO_SCORES, Candidates, ScoringBatch, TokenScores
 
 MOST_ROWS: Final = 64  # of logits at once, whatever the length of a chunk
 _MOST_ELEMENTS: Final = 2**22  # of a large vocabulary fewer rows: 32 MiB as float64
@@ -22,6 +22,8 @@ def score(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, batch: ScoringB
     `logits_of` makes logits [rows, vocab] float32 of hidden states [rows, hidden_size]; `hidden` [T, hidden_size] is of
     the plan's tokens.
     """
+    if not len(batch):
+        return NO_SCORES
     found = TokenScores.empty(len(batch), batch.num_top)
     rows = MOST_ROWS
     begin = 0
