@@ -15,24 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.base.clock import Clock
-from vtoken.base.errors import ConfigError, EngineError, InvariantError, RequestError, describe
+from vtoken.base.errors import ConfigError, EngineError, RequestError, describe
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.memory.kv_cache_manager import KVCacheManager
-from vtoken.policies.registry import resolve_policy
-from vtoken.policies.statistics import STATISTICS, FutureAttention, Statistic
+from vtoken.policies.statistics import STATISTICS, Statistic
+from vtoken.schedule.audit import check_books, check_result
 from vtoken.schedule.batch import PlanBuilder
-from vtoken.schedule.beam_search import BeamSearch
 from vtoken.schedule.beams import Beams, search_of
-from vtoken.schedule.capacity import Capacity
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
+from vtoken.schedule.entrance import Entrance
 from vtoken.schedule.evictor import Evictor, Judgement
 from vtoken.schedule.lane_state import LaneState
-from vtoken.schedule.logit_rules import ends_of, rules_of
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.schedule.preemption import PreemptionCosts
 from vtoken.schedule.pressure import Relief
 from vtoken.schedule.residents import Residents
-from vtoken.schedule.retention import Retention, RetentionSettings
 from vtoken.schedule.scoring import enter_drawn, enter_scores
 from vtoken.schedule.sequence import FinishReason, Request, Sequence, Status
 from vtoken.schedule.text_rules import NO_TEXT_RULES, TextRules
@@ -73,15 +70,8 @@ class Scheduler:
         self.config = config
         self.memory = memory
         self.counters = SchedulerCounters()
-        self.capacity = Capacity(
-            memory.pool.num_blocks, memory.block_size, config.max_model_len, config.max_num_seqs, config.kv_mode
-        )
-        self._statistics = statistics
-        try:
-            lone = RetentionSettings().resolve(config.retention, memory.block_size)
-        except RequestError as error:
-            raise ConfigError(str(error)) from None
-        self.capacity.check_longest(lone)
+        self._entrance = Entrance(config, memory.pool.num_blocks, memory.block_size, statistics)
+        self.capacity = self._entrance.capacity
         self._clock = clock
         self._row_positions = row_positions
         self._eos = np.array(sorted(config.eos_token_ids), np.int64)
@@ -115,77 +105,24 @@ class Scheduler:
         """Queue a request. Raises RequestError, at once, for one that could never run."""
         if request_id in self._requests:
             raise RequestError(f"request_id: {request_id!r} is in use by a request that has not finished", "request_id")
-        num_prompt_tokens = len(prompt_token_ids)
-        max_tokens, retention = self.check_request(num_prompt_tokens, params)
-        lengths = self.config.rope_lengths
-        request = Request(
+        request = self._entrance.make(
             request_id,
             prompt_token_ids,
-            params.replace(max_tokens=max_tokens),
-            seed,
-            self._num_arrived,
-            self._clock.now(),
-            self.memory.block_size,
-            cache_salt,
-            retention,
-            self.capacity.must_be_tight(num_prompt_tokens, max_tokens, params.num_choices, retention),
-            rope_length=None if lengths is None else lengths.of(num_prompt_tokens + max_tokens),
+            params,
+            seed=seed,
+            index=self._num_arrived,
+            arrival_time=self._clock.now(),
+            cache_salt=cache_salt,
+            text_rules=text_rules,
         )
-        request.rules = rules_of(request.params, prompt_token_ids, self.config.eos_token_ids, text_rules)
-        if params.use_beam_search:
-            request.beam_search = BeamSearch(params, max_tokens, ends_of(params, self.config.eos_token_ids))
         self._num_arrived += 1
         self._requests[request_id] = request
         self._residents.add(request)
         return request
 
-    def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> tuple[int, Retention | None]:
-        """(new tokens that a choice may have, what the request keeps of its text)
-
-        Raises RequestError for a request that could never run. Looks at nothing that a step changes, so any thread may
-        ask.
-        """
-        self.capacity.check_prompt(num_prompt_tokens)
-        retention = self._retention(params, num_prompt_tokens)
-        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-            message = f"min_tokens: {params.min_tokens} is more than max_tokens={params.max_tokens}"
-            raise RequestError(message, "min_tokens")
-        return self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.num_choices, retention), retention
-
-    def _retention(self, params: SamplingParams, num_prompt_tokens: int) -> Retention | None:
-        """What a request keeps of its text. Raises RequestError for settings that cannot work."""
-        try:
-            policy = None if params.kv_policy is None else resolve_policy(params.kv_policy)
-        except ConfigError as error:
-            raise RequestError(f"kv_policy: {error}", "kv_policy") from None
-        own = RetentionSettings(
-            policy,
-            params.kv_budget,
-            params.kv_trigger,
-            params.kv_stride,
-            params.kv_prefill_stride,
-            params.kv_pin,
-            params.kv_prompt_end,
-        )
-        retention = own.resolve(self.config.retention, self.memory.block_size)
-        if retention is None or self.config.kv_mode == "native":
-            return None
-        retention.check(num_prompt_tokens, self.memory.block_size)
-        if params.use_beam_search and any(isinstance(need, FutureAttention) for need in retention.policy.needs):
-            raise RequestError(
-                f"use_beam_search: kv_policy={retention.policy.name!r} looks back on the queries of one sequence, and "
-                "beams take over from each other; use another policy",
-                "use_beam_search",
-            )
-        for statistic in retention.policy.needs:
-            if type(statistic) not in self._statistics:
-                known = ", ".join(sorted(each.__name__ for each in self._statistics)) or "none"
-                raise RequestError(
-                    f"kv_policy: {retention.policy.name} needs {type(statistic).__name__}, which this model "
-                    f"and attention backend do not give (they give: {known})",
-                    "kv_policy",
-                )
-        return retention
+    def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Raise RequestError for a request that could never run. Any thread may ask, at any time."""
+        self._entrance.check(num_prompt_tokens, params)
 
     def abort(self, request_id: str) -> bool:
         """End a request, in whatever state, and give its blocks back. Unknown or ended ids are no error: False.
@@ -413,7 +350,7 @@ class Scheduler:
         if flight is None or flight.plan.step != result.step:
             raise EngineError(f"a result of step {result.step} came in, but that step is not in flight")
         plan, memory = flight.plan, self.memory
-        _check_result(plan, result)
+        check_result(plan, result)
         memory.commit()
         self.counters.tokens_computed += plan.num_tokens
         self._evictor.enter(plan, result)
@@ -574,45 +511,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise InvariantError if the scheduler and the books disagree. Slow: for tests."""
-        self.memory.check()
-        lengths, cut = self.memory.tokens.lengths, self._state["cut"]
-        lanes = [lane for request in self._requests.values() for lane in request.lanes]
-        _require(sorted(lanes) == self.memory.used_lanes, "lanes of requests and lanes in the books differ")
-        for lane in lanes:
-            sequence = self._state.of(lane)
-            _require(sequence.lane == lane, f"lane {lane} is filed under another sequence")
-            _require(self._state["total"][lane] == len(sequence.token_ids), f"lane {lane}: texts differ")
-            # A swapped sequence may stand at its cut: what is due there happens when it is back.
-            _require(lengths[lane] <= cut[lane], f"lane {lane} has gone past what was to happen at {cut[lane]}")
-        residents = self._residents
-        queues = (*residents.waiting, *residents.running, *residents.preempted)
-        ids = [request.request_id for request in queues]
-        _require(sorted(ids) == sorted(self._requests), "a request is in no queue, or in two")
-        num_running = sum(len(request.unfinished) for request in residents.running)
-        _require(residents.num_running == num_running, "sequences that run are counted wrongly")
-
-
-def _check_result(plan: StepPlan, result: StepResult) -> None:
-    """Refuse a result that cannot be that plan's before any of it is entered."""
-    if len(result.tokens) != len(plan.sampling):
-        raise EngineError(f"step {plan.step} draws {len(plan.sampling)} tokens, its result has {len(result.tokens)}")
-    ordered = {order.statistic.name: len(order.slices) for order in plan.statistics}
-    found = {name: len(values) for name, values in result.statistics.items()}
-    if ordered != found:
-        raise EngineError(f"step {plan.step} ordered statistics of so many slices: {ordered}; its result has {found}")
-    if result.candidates.tokens.shape != (len(plan.sampling.searched), plan.sampling.num_candidates):
-        raise EngineError(
-            f"step {plan.step} searches {len(plan.sampling.searched)} beams for {plan.sampling.num_candidates} "
-            f"candidates each, its result has {list(result.candidates.tokens.shape)}"
-        )
-    wanted = len(plan.scoring), len(plan.sampling.scored)
-    if (len(result.scores), len(result.drawn)) != wanted:
-        raise EngineError(
-            f"step {plan.step} scores {wanted[0]} known tokens and {wanted[1]} drawn ones, its result has "
-            f"{len(result.scores)} and {len(result.drawn)} of them"
-        )
-
-
-def _require(condition: bool | np.bool_, what: str) -> None:
-    if not condition:
-        raise InvariantError(what)
+        check_books(self.memory, self._state, self._requests, self._residents)
