@@ -76,10 +76,12 @@ class Load:
 
 
 @contextmanager
-def site(folder: Path | str, load: Load, *, port: int = 0, api_key: str | None = None, **engine: Any) -> Iterator[str]:
+def site(
+    folder: Path | str, load: Load, *, port: int = 0, name: str = "tiny", api_key: str | None = None, **engine: Any
+) -> Iterator[str]:
     """The address of the dashboard of a new server under a load."""
     llm = AsyncLLM(str(folder), **engine)
-    app = create_app(llm, ServerSettings(served_model_name="tiny", api_key=api_key))
+    app = create_app(llm, ServerSettings(served_model_name=name, api_key=api_key))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run)
     thread.start()

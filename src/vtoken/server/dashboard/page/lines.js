@@ -75,12 +75,16 @@ class Lines {
     context.fillStyle = colours.dim;
     context.font = "10px system-ui, sans-serif";
     context.textBaseline = "top";
-    context.fillText(show(top) + chart.unit, 2, 0);
+    context.fillText(withUnit(top, chart.unit), 2, 0);
     const now = chart.series[0].at(chart.dots ? latestWith(frames, shown) : shown);
-    const text = Number.isNaN(now) ? "–" : show(now) + chart.unit;
+    const text = Number.isNaN(now) ? "–" : withUnit(now, chart.unit);
     setText(chart.value, text);
-    canvas.setAttribute("aria-label", `${chart.name}: ${text}; at most ${show(top)}${chart.unit}`);
+    canvas.setAttribute("aria-label", `${chart.name}: ${text}; the top is ${withUnit(top, chart.unit)}`);
   }
+}
+
+function withUnit(value, unit) {
+  return unit === " ms" && value >= 1000 ? `${fine.format(value / 1000)} s` : show(value) + unit;
 }
 
 function latestWith(frames, shown) {

@@ -161,7 +161,7 @@ function drawTiles(frame) {
   const tiles = [
     ["pool in use", `${Math.round((100 * held) / usage.num_blocks)} %`, ""],
     ["tokens a second", show(rates.tokens), ""],
-    ["requests running", show(running), waiting + preempted ? `${show(waiting + preempted)} wait` : ""],
+    ["requests running", show(running), waiting + preempted ? `${show(waiting + preempted)} waiting` : ""],
     ["live tokens", show(usage.live_tokens), ""],
     ["holes", show(usage.holes), "cells"],
     ["tokens evicted", show(totals.evicted), ""],

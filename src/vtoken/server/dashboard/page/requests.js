@@ -10,7 +10,7 @@ const COLUMNS = [
   { name: "Kept", key: "live", of: (row) => row.live },
   { name: "Evicted", key: "evicted", of: (row) => row.evicted },
   { name: "Blocks", key: "blocks", of: (row) => row.blocks },
-  { name: "Least", key: "floor", of: (row) => row.floor, title: "Blocks that its live tokens need at least", wide: true },
+  { name: "Floor", key: "floor", of: (row) => row.floor, title: "Blocks that its live tokens need at least", wide: true },
   { name: "Policy", key: "policy", of: (row, facts) => policyOf(facts), wide: true },
 ];
 
