@@ -549,7 +549,7 @@ def test_an_engine_that_dies_tells_everybody(folder, monkeypatch, caplog):
             inboxed = asyncio.create_task(read(llm.generate("late", LONG)))
             asked = asyncio.create_task(llm.run_in_engine(lambda engine: engine.stats()))
             await asyncio.sleep(0.05)
-            monkeypatch.setattr(llm.engine, "_report", lambda drawn: 1 / 0)
+            monkeypatch.setattr(llm.engine, "_report", lambda *_: 1 / 0)
             go.set()
             for result in await asyncio.gather(*waiting, inboxed, return_exceptions=True):
                 assert isinstance(result, EngineError)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from vtoken.base.hashing import mix64
 from vtoken.executor.sim import SimExecutor
 from vtoken.memory import bits
-from vtoken.memory.copy import Copy, CopyKind
+from vtoken.memory.copy import Copy, CopyCounts, CopyKind
 from vtoken.policies.statistics import AttentionStatistic, CountLow, Statistic, Sum, SumLast
 from vtoken.schedule.plan import StatisticOrder, StepPlan, StepResult
 
@@ -114,6 +114,9 @@ class HeavyHitters:
         for ticket in result.failed:
             del self._under_way[ticket]
         return replace(result, statistics=statistics)
+
+    def copy_counts(self) -> CopyCounts:
+        return self._inner.copy_counts()
 
     def close(self) -> None:
         self._inner.close()

@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self, TypeVar
 from uuid import uuid4
@@ -184,7 +184,11 @@ class AsyncLLM:
 
     async def run_in_engine(self, work: Callable[[Engine], T]) -> T:
         """`work(engine)` between two steps, in the engine's thread: while it runs, nothing else does."""
-        return await asyncio.wrap_future(self._thread.call(partial(work, self.engine)))
+        return await asyncio.wrap_future(self.call_in_engine(work))
+
+    def call_in_engine(self, work: Callable[[Engine], T]) -> Future[T]:
+        """`run_in_engine` for threads without an event loop, and for those who will not wait until a step is over."""
+        return self._thread.call(partial(work, self.engine))
 
     def add_step_listener(self, listener: StepListener) -> None:
         """From now on call `listener(engine, outputs)` after each step, in the engine's thread: it had better be short.
@@ -207,6 +211,11 @@ class AsyncLLM:
     def num_queued(self) -> int:
         """Choices that have never run; counted exactly only where there is a limit on the queue."""
         return self._reception.num_queued
+
+    @property
+    def num_refused(self) -> int:
+        """Requests that were refused so far because the queue was full."""
+        return self._reception.num_refused
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises EngineError with skip_tokenizer_init=True."""

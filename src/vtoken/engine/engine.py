@@ -17,7 +17,7 @@ from vtoken.engine.bad_words import tokens_of
 from vtoken.engine.interrupts import HeldInterrupt
 from vtoken.engine.outputs import RequestOutput
 from vtoken.engine.prompts import Prompt, encode_prompt
-from vtoken.engine.stats import EngineStats
+from vtoken.engine.stats import EngineStats, StepFacts
 from vtoken.engine.structured import Grammars
 from vtoken.engine.text import Tokenizer
 from vtoken.engine.tracked import OutputKind, Tracked
@@ -82,6 +82,8 @@ class Engine:
         self._tracked: dict[Request, Tracked] = {}  # not by id: that of an aborted request may be in use again
         # Made, and not yet returned: Ctrl-C came at the end of their step.
         self._outputs: list[tuple[Request, RequestOutput]] = []
+        self.last_step = StepFacts(self._clock.now(), 0, [], [])
+        """For whoever watches the engine, in its thread."""
         self.is_closed = False
 
     def add_request(
@@ -194,9 +196,10 @@ class Engine:
     def advance(self) -> list[tuple[Request, RequestOutput]]:
         """`step`, with the request of each output: by the time its end is told its id may be in use again."""
         with HeldInterrupt():
-            started = self._clock.now()
+            started, computed = self._clock.now(), self.scheduler.counters.tokens_computed
             plan = self.scheduler.schedule()
-            self._outputs += self._report([] if plan is None else self._run(plan))
+            drawn = [] if plan is None else self._run(plan)
+            self._outputs += self._report(drawn, self.scheduler.counters.tokens_computed - computed)
             self._await_copies()
             self._busy_seconds += self._clock.now() - started
         if plan is None and self.scheduler.num_unfinished:
@@ -224,7 +227,8 @@ class Engine:
                 raise
             return []
 
-    def _report(self, drawn: list[tuple[Sequence, int]]) -> list[tuple[Request, RequestOutput]]:
+    def _report(self, drawn: list[tuple[Sequence, int]], num_tokens: int) -> list[tuple[Request, RequestOutput]]:
+        """`num_tokens` went through the model."""
         advanced: dict[Request, Tracked] = {}
         for sequence, token in drawn:
             tracked = self._tracked[sequence.request]
@@ -233,7 +237,9 @@ class Engine:
                 self.scheduler.stop(sequence, stop)
             if tracked.kind != "final":
                 advanced[sequence.request] = tracked
-        for request in self.scheduler.take_finished():
+        finished = self.scheduler.take_finished()
+        self.last_step = StepFacts(self._clock.now(), num_tokens, [sequence for sequence, _ in drawn], finished)
+        for request in finished:
             advanced[request] = self._tracked.pop(request)
         return [(request, tracked.output(self.scheduler.died_at)) for request, tracked in advanced.items()]
 
@@ -250,6 +256,11 @@ class Engine:
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             num_preempted=scheduler.num_preempted,
+            waiting_by_reason=scheduler.waiting_by_reason(),
+            max_num_seqs=scheduler.config.max_num_seqs,
+            num_copies_pending=len(memory.moves),
+            copies=self.executor.copy_counts(),
+            reclaim_decisions=memory.decisions.counts.copy(),
             memory=memory.counters.copy(),
             scheduler=scheduler.counters.copy(),
             busy_seconds=self._busy_seconds,

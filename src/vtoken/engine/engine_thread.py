@@ -156,6 +156,7 @@ class EngineThread:
     def _add(self, checked: CheckedRequest, mailbox: Mailbox) -> None:
         if mailbox.is_abort_asked:  # while it was tokenized, or on its way here
             self.reception.leave(mailbox)
+            self.engine.scheduler.counters.finished[FinishReason.ABORT] += 1
             mailbox.put(_aborted(checked))
             self._wake([mailbox])
             return

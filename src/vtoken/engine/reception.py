@@ -37,6 +37,8 @@ class Reception:
         self._by_id: dict[str, Mailbox] = {}
         self._num_choices = 0  # of those that wait
         self._num_tokens = 0
+        self.num_refused = 0
+        """Requests that found the queue full."""
 
     def enter(self, mailbox: Mailbox, request_id: str, num_choices: int) -> None:
         """Take a request on. Raises RequestError for an id in use, QueueFullError where too many choices wait."""
@@ -47,6 +49,7 @@ class Reception:
                 )
             most = self._max_requests
             if most is not None and self._num_choices and self._num_choices + num_choices > most:
+                self.num_refused += 1
                 raise QueueFullError(
                     f"the queue is full: {self._num_choices} choices wait and {num_choices} would come, but "
                     f"{most} may wait (max_queued_requests); try again later"
@@ -60,6 +63,7 @@ class Reception:
         with self._lock:
             most = self._max_tokens
             if most is not None and self._num_tokens and self._num_tokens + num_tokens > most:
+                self.num_refused += 1
                 raise QueueFullError(
                     f"the queue is full: prompts of {self._num_tokens} tokens wait and {num_tokens} would come, but "
                     f"{most} may wait (max_queued_tokens); try again later"

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vtoken.memory.copy import CopyCounts
+from vtoken.memory.decisions import Verdict
 from vtoken.memory.stats import MemoryCounters, MemoryUsage
 from vtoken.schedule.config import SchedulerCounters
+from vtoken.schedule.residents import WaitReason
+from vtoken.schedule.sequence import Request, Sequence
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the last step of an engine did, for those who watch it."""
+
+    time: float  # when it ended, by the engine's clock
+    num_tokens: int  # that went through the model; 0 if it failed
+    drawn: list[Sequence]  # each got a token; beams are none of them
+    finished: list[Request]  # whatever ended them, also between the steps
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Gauges of this moment (`usage`, `num_*`) and totals since the start (`memory`, `scheduler`, `busy_seconds`)."""
+    """Gauges of this moment (`usage`, `num_*`) and totals since the start (the others, limits aside)."""
 
     usage: MemoryUsage
     num_host_blocks: int
@@ -21,6 +35,11 @@ class EngineStats:
     num_running: int  # requests
     num_waiting: int  # requests that never ran
     num_preempted: int  # requests that wait to go on
+    waiting_by_reason: dict[WaitReason, int]  # all of `num_waiting` and `num_preempted`
+    max_num_seqs: int
+    num_copies_pending: int  # copies beside the steps that have not ended
+    copies: CopyCounts
+    reclaim_decisions: dict[Verdict, int]
     memory: MemoryCounters
     scheduler: SchedulerCounters
     busy_seconds: float  # time spent in steps

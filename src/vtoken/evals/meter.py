@@ -8,6 +8,7 @@ import numpy as np
 
 from vtoken.executor.base import Executor
 from vtoken.memory.block_table import EMPTY
+from vtoken.memory.copy import CopyCounts
 from vtoken.schedule.plan import StepPlan, StepResult
 
 
@@ -47,6 +48,9 @@ class Meter:
                 self._tokens[i] += float(tokens[some].sum())
             self._peak = max(self._peak, int(held.max()))
         return result
+
+    def copy_counts(self) -> CopyCounts:
+        return self._inner.copy_counts()
 
     def close(self) -> None:
         self._inner.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from vtoken.memory.copy import CopyCounts
 from vtoken.schedule.plan import StepPlan, StepResult
 
 
@@ -15,6 +16,10 @@ class Executor(Protocol):
 
         A draw that fails is named in `StepResult.errors`. What raises has failed the whole step.
         """
+        ...
+
+    def copy_counts(self) -> CopyCounts:
+        """The copies that were done since the start."""
         ...
 
     def close(self) -> None:

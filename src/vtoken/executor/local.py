@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vtoken.attention.registry import BACKENDS
-from vtoken.memory.copy import Copy, CopyKind
+from vtoken.memory.copy import Copy, CopyCounts, CopyKind
 from vtoken.models.base import CausalLM
 from vtoken.planner.kv_memory import KVShape
 from vtoken.schedule.plan import StepPlan, StepResult
@@ -73,6 +73,9 @@ class LocalExecutor:
             ended=ended,
             failed=failed,
         )
+
+    def copy_counts(self) -> CopyCounts:
+        return self.copies.counts()
 
     def close(self) -> None:
         self.copies.close()

@@ -11,13 +11,15 @@ With `m` the hash of token and position, the cell is `c = a m + b s` for the sum
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.base.hashing import mix64, uniform
 from vtoken.executor.sim_statistics import sim_statistics
 from vtoken.memory import bits
-from vtoken.memory.copy import Copy, CopyKind
+from vtoken.memory.copy import Copy, CopyCounts, CopyKind
 from vtoken.schedule.plan import Candidates, StepPlan, StepResult, TokenScores
 
 _A = np.uint64(0xD1342543DE82EF95)
@@ -40,6 +42,7 @@ class SimExecutor:
         self.beside_delay = beside_delay
         self.cells: NDArray[np.uint64] = np.zeros(num_blocks * block_size, np.uint64)
         self.host_cells: NDArray[np.uint64] = np.zeros(num_host_blocks * block_size, np.uint64)
+        self._counts = CopyCounts()
         self._under_way: list[tuple[int, Copy]] = []  # (step at which it ends, beside-copy)
         self._powers = np.ones(1, np.uint64), np.ones(1, np.uint64)
 
@@ -76,6 +79,16 @@ class SimExecutor:
         logprobs = -np.sort(uniform(contexts[:, None], np.arange(count)), axis=1)
         return Candidates((tokens % self.vocab_size).astype(np.int32), logprobs)
 
+    def _count(self, copy: Copy) -> None:
+        self._counts.num_copies[copy.kind] += 1
+        self._counts.bytes_copied[copy.kind] += len(copy) * self.cells.itemsize
+
+    def copy_counts(self) -> CopyCounts:
+        """Of cells of 8 bytes; copies take no time."""
+        return replace(
+            self._counts, num_copies=self._counts.num_copies.copy(), bytes_copied=self._counts.bytes_copied.copy()
+        )
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -90,12 +103,14 @@ class SimExecutor:
                 source = self.host_cells if copy.kind is CopyKind.SWAP_IN else self.cells
                 target = self.host_cells if copy.kind is CopyKind.SWAP_OUT else self.cells
                 target[copy.dst] = source[copy.src]
+                self._count(copy)
             else:
                 self._under_way.append((plan.step + self.beside_delay, copy))
         ended = [copy for end, copy in self._under_way if end <= plan.step]
         self._under_way = [(end, copy) for end, copy in self._under_way if end > plan.step]
         for copy in ended:
             self.cells[copy.dst] = self.cells[copy.src]
+            self._count(copy)
         return tuple(copy.ticket for copy in ended if copy.ticket is not None)
 
     def _forward(self, plan: StepPlan) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

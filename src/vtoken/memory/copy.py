@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -32,3 +32,12 @@ class Copy:
 
     def __len__(self) -> int:
         return len(self.src)
+
+
+@dataclass(frozen=True)
+class CopyCounts:
+    """Copies that were done since the start."""
+
+    num_copies: dict[CopyKind, int] = field(default_factory=lambda: dict.fromkeys(CopyKind, 0))
+    bytes_copied: dict[CopyKind, int] = field(default_factory=lambda: dict.fromkeys(CopyKind, 0))  # of KV, written
+    seconds_waited: float = 0.0  # for how long steps waited: all of an ordered copy, the start of one beside

@@ -64,6 +64,7 @@ class Reclaimer:
         if lane is not None:
             num_returned = self._return_dead(np.array([lane]))
             self._counters.blocks_reclaimed_packed += num_returned
+            self._counters.blocks_drained += num_returned
             self._end_behind_last(lane)
         if ticket in self._under_way:
             number, moved = self._under_way.pop(ticket)

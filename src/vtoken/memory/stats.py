@@ -27,6 +27,7 @@ class MemoryCounters:
     blocks_reclaimed_dead: int = 0  # returned by running sequences after their last live token had died
     blocks_trimmed: int = 0  # returned by running sequences that had held them for tokens to come
     blocks_reclaimed_packed: int = 0  # returned after their live tokens had moved, in `finish` if beside the steps
+    blocks_drained: int = 0  # of those: in `finish`
     tokens_relocated: int = 0
     tokens_evicted: int = 0
     blocks_swapped_out: int = 0

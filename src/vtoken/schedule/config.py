@@ -47,6 +47,8 @@ class SchedulerCounters:
     steps: int = 0
     failed_steps: int = 0
     given_up: int = 0  # requests that were admitted and could not go on: bugs of ours; each ended with an error
+    prompt_tokens: int = 0  # of the prompts of requests that have got their first token
+    prompt_tokens_cached: int = 0  # of those: found in the prefix cache
     tokens_computed: int = 0  # prompt, answer and recomputed tokens that went through the model
     tokens_generated: int = 0
     preemptions_recompute: int = 0
@@ -58,8 +60,15 @@ class SchedulerCounters:
     drains: int = 0  # 3. waited a step for copies that were about to end
     reclaims: int = 0  # 4. holes that were there gave blocks back
     evictions: int = 0  # 5. tokens died so that blocks came back
+    preemptions_under_pressure: int = 0  # 6. requests were sent away; the other preemptions undo failed steps
+    # Blocks that could be handed out again after a rung; `MemoryCounters` has those of 2 and 3.
+    blocks_by_reclaim: int = 0
+    blocks_by_eviction: int = 0
+    blocks_by_preemption: int = 0
+    # Deaths by who decided them. What dies again, because its text is computed again, is in none of these.
     tokens_evicted_at_places: int = 0  # by `kv_trigger="always"`, without any pressure
     tokens_evicted_under_pressure: int = 0
+    tokens_evicted_by_caller: int = 0  # by `Scheduler.evict`
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))  # requests
 
     def copy(self) -> SchedulerCounters:

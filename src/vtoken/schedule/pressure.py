@@ -55,13 +55,16 @@ class Relief:
             return False
         # Who may have needed more to get through his text, and is through it, holds what is left for nothing.
         is_through = self._state["total"][sparse] - self._memory.tokens.lengths[sparse] <= 1
-        num_missing -= self._memory.trim(sparse[is_through])
+        trimmed = self._memory.trim(sparse[is_through])
+        self._counters.blocks_by_reclaim += trimmed
+        num_missing -= trimmed
         if num_missing <= 0:
             self._counters.reclaims += 1
             return True
-        before = int(self._memory.pool.refs.sum())
+        before, available = int(self._memory.pool.refs.sum()), self._memory.num_available
         returned = self._give_back(batch, sparse, num_missing, trigger="pressure")
         self._counters.reclaims += returned > 0
+        self._counters.blocks_by_reclaim += self._memory.num_available - available
         # Who lets go of a block that another one holds brings none back, but that one can write there now.
         return returned > 0 or int(self._memory.pool.refs.sum()) < before
 
@@ -74,8 +77,10 @@ class Relief:
                 continue
             killed = self._evictor.kill(lane, count, self._own_rows(lane))
             self._counters.tokens_evicted_under_pressure += killed
+            available = self._memory.num_available
             if killed and self._give_back(batch, np.array([lane]), None, trigger="eviction"):
                 self._counters.evictions += 1
+                self._counters.blocks_by_eviction += self._memory.num_available - available
                 return True
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,10 @@ from vtoken.schedule.preemption import PreemptionCosts
 from vtoken.schedule.pressure import Relief
 from vtoken.schedule.sequence import Request, Sequence, Status
 from vtoken.schedule.timeline import Timeline
+
+# Requests that had blocks and wait to go on: `preempted`, `swapped`. Those that never ran wait for `blocks`, for one of
+# the `max_num_seqs` places, or only for a `step` with tokens to spare.
+WaitReason = Literal["blocks", "max_num_seqs", "step", "preempted", "swapped"]
 
 
 class Residents:
@@ -46,6 +51,7 @@ class Residents:
         self.preempted: list[Request] = []
         self.num_running = 0  # sequences of running requests, those still to fork included
         self.is_blocked = False  # the head of the queue waits for blocks
+        self._held_up_by: WaitReason = "step"
         self._config = config
         self._memory = memory
         self._state = state
@@ -61,6 +67,15 @@ class Residents:
     def somebody_waits(self) -> bool:
         """Whether there is a request that lacks nothing but blocks."""
         return self.is_blocked or bool(self.preempted)
+
+    def waiting_by_reason(self) -> dict[WaitReason, int]:
+        """How many requests wait, and what for, as the last step found it."""
+        counts = dict.fromkeys(get_args(WaitReason), 0)
+        counts["swapped"] = sum(request.status is Status.SWAPPED for request in self.preempted)
+        counts["preempted"] = len(self.preempted) - counts["swapped"]
+        # Nobody new is let in while one that was preempted waits for his blocks.
+        counts["blocks" if self.preempted else self._held_up_by] = len(self.waiting)
+        return counts
 
     def lanes(self) -> NDArray[np.int64]:
         """Of the running requests; ascending, so that neighbours in the tables are neighbours in the plan."""
@@ -88,19 +103,25 @@ class Residents:
 
     def admit(self, batch: PlanBuilder) -> None:
         """First come, first served; while the head waits for blocks, at most `max_passes` others may pass it."""
+        self._held_up_by = "step"
         tried = 0  # requests at the front of the queue for which there are no blocks
         while tried < len(self.waiting):
             request, head = self.waiting[tried], self.waiting[0]
             # `tried` counts too: it bounds the search, not only the passing.
             if tried and head.num_passes + tried > self._config.max_passes:
                 break
-            if batch.tokens_left < 1 or self.num_running + request.params.num_choices > self._config.max_num_seqs:
+            if batch.tokens_left < 1:
+                break
+            if self.num_running + request.params.num_choices > self._config.max_num_seqs:
+                self._held_up_by = "max_num_seqs"
                 break
             if not self._start(request, batch):
                 tried += 1
             elif tried:
                 head.num_passes += 1
         self.is_blocked = tried > 0
+        if self.is_blocked:
+            self._held_up_by = "blocks"
 
     def resume(self, batch: PlanBuilder) -> None:
         """Bring back those who were preempted, in the order of their arrival."""
@@ -282,7 +303,7 @@ class Residents:
             return True
         victims = [request for request in self.running if request is not spared]
         if victims:
-            self.preempt(victims[-1], batch)
+            self._send_away(victims[-1], batch)
             return True
         return not evicts_first and self._relief.evict(batch, lanes)
 
@@ -294,8 +315,15 @@ class Residents:
         if request.retention is None or request.retention.trigger == "always" or length <= request.started_over_at:
             return False
         request.started_over_at = length
-        self.preempt(request, None)
+        self._send_away(request, None)
         return True
+
+    def _send_away(self, request: Request, batch: PlanBuilder | None) -> None:
+        """Rung 6."""
+        available = self._memory.num_available
+        self.preempt(request, batch)
+        self._counters.preemptions_under_pressure += 1
+        self._counters.blocks_by_preemption += self._memory.num_available - available
 
     def preempt(self, request: Request, batch: PlanBuilder | None) -> None:
         """Take a request's blocks, all of them: to the host if asked to and possible, else they are recomputed."""

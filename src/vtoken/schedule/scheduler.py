@@ -29,7 +29,7 @@ from vtoken.schedule.lane_state import LaneState
 from vtoken.schedule.plan import StepPlan, StepResult
 from vtoken.schedule.preemption import PreemptionCosts
 from vtoken.schedule.pressure import Relief
-from vtoken.schedule.residents import Residents
+from vtoken.schedule.residents import Residents, WaitReason
 from vtoken.schedule.scoring import enter_drawn, enter_scores
 from vtoken.schedule.sequence import FinishReason, Request, Sequence, Status
 from vtoken.schedule.text_rules import NO_TEXT_RULES, TextRules
@@ -155,7 +155,9 @@ class Scheduler:
         """
         if sequence.lane is None or self._flight is not None:
             raise ValueError("tokens can be evicted between steps, from a sequence that has blocks")
+        before = self.memory.counters.tokens_evicted
         self._timeline.evict(sequence, positions)
+        self.counters.tokens_evicted_by_caller += self.memory.counters.tokens_evicted - before
 
     def died_at(self, sequence: Sequence) -> dict[int, int]:
         """Position -> the length of the text at which the token was evicted."""
@@ -176,6 +178,10 @@ class Scheduler:
     @property
     def num_preempted(self) -> int:
         return len(self._residents.preempted)
+
+    def waiting_by_reason(self) -> dict[WaitReason, int]:
+        """See `Residents.waiting_by_reason`."""
+        return self._residents.waiting_by_reason()
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -404,7 +410,7 @@ class Scheduler:
         self.counters.tokens_generated += len(draws)
         is_first = state["total"][lanes] - state["prompt"][lanes] == 1
         for i in np.flatnonzero(is_first).tolist():
-            draws[i].request.first_token_time = draws[i].request.first_token_time or self._clock.now()
+            self._enter_first_token(draws[i].request)
         stops = np.isin(tokens, self._eos) & ~state["ignore_eos"][lanes]
         for i in np.flatnonzero(state["own_stops"][lanes]).tolist():
             stops[i] |= int(tokens[i]) in draws[i].request.stop_token_ids
@@ -420,9 +426,16 @@ class Scheduler:
             self._finish_sequence(draws[i], FinishReason.STOP if stops[i] else FinishReason.LENGTH)
         return drawn
 
+    def _enter_first_token(self, request: Request) -> None:
+        """A choice has its first token; the first of them is the request's."""
+        if request.first_token_time is None:
+            request.first_token_time = self._clock.now()
+            self.counters.prompt_tokens += request.num_prompt_tokens
+            self.counters.prompt_tokens_cached += request.num_cached_tokens
+
     def _advance_beams(self, request: Request) -> None:
         is_over = self._beams.advance(request)
-        request.first_token_time = request.first_token_time or self._clock.now()
+        self._enter_first_token(request)
         self.counters.tokens_generated += len(request.sequences)
         self._residents.changed()
         if is_over:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtoken.kernels import copy as kernels
-from vtoken.memory.copy import Copy, CopyKind
+from vtoken.memory.copy import Copy, CopyCounts, CopyKind
 from vtoken.worker.kv_store import KVStore
 
 logger = logging.getLogger("vtoken")
@@ -85,6 +85,11 @@ class CopyEngine:
         for ticket in done:
             del self._beside[ticket]
         return tuple(ticket for ticket in done if ticket not in errors), failed
+
+    def counts(self) -> CopyCounts:
+        """What was done so far; for any thread."""
+        with self._counts_lock:
+            return CopyCounts(self.num_copies.copy(), self.bytes_copied.copy(), self.seconds_waited)
 
     def close(self) -> None:
         """Wait for the copy that is running, drop those that have not begun. May be called twice."""
