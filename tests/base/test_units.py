@@ -31,6 +31,13 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["x" * 10**5, "0." + "3" * 1000])
+def test_a_long_text_is_refused_in_short(text: str) -> None:
+    with pytest.raises(ValueError, match="size|whole number of bytes") as caught:
+        parse_bytes(text)
+    assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [

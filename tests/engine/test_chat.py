@@ -15,6 +15,8 @@ from vtoken.engine.text import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 HI = [{"role": "user", "content": "Hi"}]
+LOOP: dict[str, Any] = {}
+LOOP["itself"] = LOOP
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 # Shows all that a template is handed.
 SHOWS = (
@@ -100,10 +102,29 @@ def test_an_empty_conversation_is_refused() -> None:  # U39
 
 
 def test_a_surrogate_elsewhere_is_found_too() -> None:
-    calls = [{"function": {"name": "\ud800", "arguments": {}}}]
-    template = "{% for m in messages %}{{ m.tool_calls[0].function.name }}{% endfor %}"
     with pytest.raises(RequestError, match="messages: character 0 is half a surrogate pair"):
-        TOKENIZER.encode_chat([{"role": "assistant", "tool_calls": calls}], chat_template=template)
+        TOKENIZER.encode_chat([HI[0] | {"name": "\ud800"}], chat_template="{{ messages[0].name }}")
+
+
+@pytest.mark.parametrize("value", [{1}, object(), float("nan"), "\ud800", b"x", LOOP])
+def test_what_is_no_json_does_not_reach_the_template(value: Any) -> None:
+    """Of which it would write something anyway, such as "<set>"."""
+    call = {"function": {"name": "f", "arguments": {"a": value}}}
+    for messages, tools, where in (
+        (HI, [{"type": "function", "function": value}], "tools[0]"),
+        ([{"role": "assistant", "tool_calls": [call]}], None, "messages[0].tool_calls[0]"),
+    ):
+        with pytest.raises(RequestError) as refusal:
+            TOKENIZER.encode_chat(messages, tools=tools)
+        assert str(refusal.value).startswith(f"{where}: expected what JSON can say: ")
+        assert refusal.value.field == where.partition("[")[0]
+
+
+@pytest.mark.parametrize("arguments", ["NaN", '{"a": Infinity}', '"\\ud800"'])
+def test_arguments_that_only_python_takes_for_json_are_refused(arguments: str) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    with pytest.raises(RequestError, match=r"^messages\[0\].tool_calls\[0\]: expected what JSON can say"):
+        TOKENIZER.encode_chat([{"role": "assistant", "tool_calls": calls}])
 
 
 def test_developer_is_system_unless_the_template_knows_better() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from vtoken.base.validation import shorten
+
 _FACTORS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _FACTORS[f"{_prefix}b"] = 1000**_power
@@ -20,13 +22,15 @@ def parse_bytes(size: str) -> int:
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{size!r} is no size; write bytes or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+        raise ValueError(
+            f"{shorten(size)} is no size; write bytes or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        )
     whole, _, decimals = match[1].partition(".")
     # Exact integer arithmetic: a float would lose bytes from 2**53 on.
     scale: int = 10 ** len(decimals)
     num_bytes, rest = divmod(int(whole + decimals) * factor, scale)
     if rest:
-        raise ValueError(f"{size!r} is not a whole number of bytes")
+        raise ValueError(f"{shorten(size)} is not a whole number of bytes")
     return num_bytes
 
 

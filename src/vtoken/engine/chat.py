@@ -43,7 +43,8 @@ def check_messages(messages: SequenceOf[Message], *, knows_developer: bool = Fal
 
 
 def check_tools(tools: SequenceOf[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Descriptions of functions for the template; none is None. Raises RequestError for anything else."""
+    """Descriptions of functions for the template; none is None. Raises RequestError for anything else, and for what is
+    no JSON: of that a template would write whatever comes."""
     if tools is None:
         return None
     if not _is_list(tools):
@@ -51,6 +52,7 @@ def check_tools(tools: SequenceOf[Mapping[str, Any]] | None) -> list[dict[str, A
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise RequestError(f"tools[{i}]: expected an object that describes a tool, got {shorten(tool)}", "tools")
+        _check_json(dict(tool), f"tools[{i}]", "tools")
     return [dict(tool) for tool in tools] or None
 
 
@@ -104,14 +106,22 @@ def _check_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _check_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
         raise _wrong(where, f"expected an object, got {shorten(call)}")
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
+    checked, function = dict(call), call.get("function")
+    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError) as error:
+            raise _wrong(f"{where}.function.arguments", f"expected JSON, got what is none: {error}") from None
+        checked["function"] = {**function, "arguments": arguments}
+    _check_json(checked, where, "messages")
+    return checked
+
+
+def _check_json(value: object, where: str, field: str) -> None:
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as error:
-        raise _wrong(f"{where}.function.arguments", f"expected JSON, got what is none: {error}") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{where}: expected what JSON can say: {error}", field) from None
 
 
 def _unicode(text: str, where: str) -> str:
