@@ -112,7 +112,6 @@ def _wrong(rng: random.Random) -> Ask:
         ({"n": 0}, 400),
         ({"prompt": "x" * 2000}, 400),
         ({"prompt": [[1, 2], [10**6]]}, 400),  # the second of two: the first must not stay behind
-        ({"prompt": ["Hi", "Ho", ""]}, 400),
         ({"kv_policy": "no_such_policy", "kv_budget": 8}, 400),
         ({"kv_policy": "h2o", "kv_budget": 1, "kv_pin": [[0, 2000]]}, 400),
         ({"structured_outputs": {"regex": "("}}, 400),
