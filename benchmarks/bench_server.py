@@ -28,7 +28,6 @@ from benchmarks.served_arms import MODEL, Arm
 PROMPT_TOKENS = 32
 SETTINGS = {"num_blocks": 2048, "max_num_seqs": 128, "max_model_len": 1024, "enable_prefix_caching": False, "seed": 0}
 AT_ONCE = 32  # requests of the comparison with the engine alone
-TARGET = 0.05
 
 
 class Prompts:
@@ -141,7 +140,8 @@ def main() -> None:
     args = parser.parse_args()
     tokens, rounds = (8, 1) if args.smoke else (args.output_tokens, args.rounds)
     cores = sorted(os.sched_getaffinity(0))
-    prompts, found = Prompts(), {}
+    prompts = Prompts()
+    found: dict[str, dict[str, Side]] = {}
 
     arms, clients = begin(cores, cores)
     clients.ask(arms["server"].hello, bodies(prompts(2), 8), 2)  # compiles, measures, records what is replayed
@@ -154,6 +154,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     if rounds:
         found["shared"] = compare(arms, clients, prompts, rounds, tokens)
+        _write(args.json, found)
         show(f"{len(cores)}, clients too", found["shared"], tokens)
     for arm in (*arms.values(), clients):
         arm.end()
@@ -161,10 +162,14 @@ def main() -> None:
         arms, clients = begin(cores[:1], cores[1:2])
         found["apart"] = compare(arms, clients, prompts, rounds, tokens)
         show("1, clients elsewhere", found["apart"], tokens)
+        _write(args.json, found)
         for arm in (*arms.values(), clients):
             arm.end()
-    if args.json is not None:
-        args.json.write_text(json.dumps({how: {n: vars(s) for n, s in sides.items()} for how, sides in found.items()}))
+
+
+def _write(path: Path | None, found: dict[str, dict[str, Side]]) -> None:
+    if path is not None:
+        path.write_text(json.dumps({how: {n: vars(s) for n, s in sides.items()} for how, sides in found.items()}))
 
 
 if __name__ == "__main__":
