@@ -33,13 +33,13 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None, *, model: 
     """
     settings = settings or ServerSettings()
     state = ServerState(llm, settings, model or "model")
-    app = FastAPI(title="vtoken", version=vtoken.__version__, description=_ABOUT, root_path=settings.root_path)
+    app = FastAPI(title="vtoken", version=vtoken.__version__, description=_ABOUT)
     app.state.server = state
     for routes in (completions, chat, models, tokens, health):
         app.include_router(routes.router)
     if settings.dashboard:
         app.include_router(dashboard_router(llm, title=state.names[0]))
-    describe_requests(app)
+    describe_requests(app, settings.root_path)
     app.add_exception_handler(HTTPException, _of_the_framework)
     app.add_exception_handler(RequestValidationError, _of_a_parameter)
     app.add_middleware(Gate, state=state)

@@ -60,7 +60,9 @@ class Gate:
             await as_api_error(error).response()(scope, receive, send_with_id)
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        method, path = scope["method"], path_of(scope)
+        root = self._state.settings.root_path
+        scope = {**scope, "root_path": root}
+        method, path = scope["method"], path_of(scope["path"], root)
         if method == "OPTIONS":
             await Response(status_code=204, headers={"Allow": _METHODS})(scope, receive, send)
             return
@@ -96,9 +98,8 @@ class Gate:
             )
 
 
-def path_of(scope: Scope) -> str:
+def path_of(path: str, root: str) -> str:
     """The path within the application, whether or not a proxy has cut the root path off."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path.removeprefix(root) if root and path.startswith(root + "/") else path
 
 

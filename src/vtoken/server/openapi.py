@@ -45,7 +45,7 @@ def takes(request: type[RequestFields], response: type[BaseModel], *, streams: b
 _REQUESTS: dict[str, type[RequestFields]] = {}
 
 
-def describe_requests(app: FastAPI) -> None:
+def describe_requests(app: FastAPI, root_path: str) -> None:
     """Let the app's OpenAPI page have the bodies that `takes` has named."""
 
     def openapi() -> dict[str, Any]:
@@ -60,8 +60,8 @@ def describe_requests(app: FastAPI) -> None:
             schemas = page.setdefault("components", {}).setdefault("schemas", {})
             for request in _REQUESTS.values():
                 schemas.update(_schemas_of(request))
-            if app.root_path:
-                page["servers"] = [{"url": app.root_path}]
+            if root_path:
+                page["servers"] = [{"url": root_path}]
             app.openapi_schema = page
         return app.openapi_schema
 
