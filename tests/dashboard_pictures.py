@@ -65,13 +65,15 @@ def main() -> None:
         driver.get(url)
 
         def opened() -> bool:
-            """A request that runs and has lost some hundred tokens, of one choice."""
-            return driver.execute_script(
+            """Whether a request is open that runs, has lost some hundred tokens and has scores; else tries one."""
+            driver.execute_script(
                 "const row = [...document.querySelectorAll('#requests tbody tr')].find((row) => "
                 "row.children[1].textContent === 'running' && Number(row.children[5].textContent) > 110 && "
                 "Number(row.children[4].textContent) < 170);"
-                "if (row) row.querySelector('button').click(); return Boolean(row)"
+                "if (row) row.querySelector('button').click()"
             )
+            time.sleep(1)
+            return "score of" in driver.find_element("id", "shade-means").text
 
         wait_until(lambda: driver.find_elements("css selector", "#events .phase[data-phase=return]"), 120)
         time.sleep(60)  # until the lines have something to show
