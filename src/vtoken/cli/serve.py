@@ -89,6 +89,8 @@ def serve(
             for line in summary(llm.engine):
                 typer.echo(line, err=True)
             names = ", ".join(app.state.server.names)
+            if settings.dashboard:
+                typer.echo(f"the memory at work: {url_of(taken, settings)}/dashboard", err=True)
             typer.echo(f"{names} at {url_of(taken, settings)}/v1 (Ctrl-C ends it)", err=True)
             run(app, taken)
         finally:

@@ -70,7 +70,16 @@ def run(app: FastAPI, taken: socket.socket) -> None:
         config.load()
     except OSError as error:  # of the certificate
         raise ConfigError(f"ssl_certfile: it cannot be used: {error.strerror or error}") from None
+    logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
     asyncio.run(_serve(_Server(config), state, taken))
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """An open dashboard asks for its data all the time; only where it asked in vain is that told."""
+    if not isinstance(record.args, tuple) or len(record.args) != 5:  # client, method, path, HTTP version, status
+        return True
+    path, status = str(record.args[2]), record.args[4]
+    return "/dashboard/" not in path or status != 200
 
 
 class _Server(uvicorn.Server):
