@@ -62,6 +62,15 @@ start_http_server(9000, registry=metrics.registry)
 
 {{cost}}
 
+## Traces
+
+`vtoken serve --otlp-traces-endpoint http://localhost:4318/v1/traces` sends each request, when it has ended, as an
+OpenTelemetry span with one inside for its time in the queue, on the prompt and on the answer. It needs
+`pip install 'vtoken[otel]'`. Attributes are those of the conventions for generative AI (`gen_ai.request.model`,
+`gen_ai.usage.input_tokens`, `gen_ai.response.finish_reasons`, ...), and `vtoken.request_id`,
+`vtoken.num_preemptions`, `vtoken.evicted_tokens`; no text of prompts or answers. A span begins a trace of its own: the
+`traceparent` of a client is not taken up.
+
 ## What the numbers advise
 
 `vtoken.engine.advice.advise(stats)` reads an engine's counters after a typical load of at least {ENOUGH_REQUESTS}

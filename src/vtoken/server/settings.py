@@ -141,6 +141,12 @@ class ServerSettings(Settings):
     metrics_need_key: bool = setting(
         "Whether /metrics needs a key where there are keys.", expected=_SWITCH, default=True
     )
+    otlp_traces_endpoint: str | None = setting(
+        "Where to send a trace of each request, by OpenTelemetry's protocol over HTTP; needs the extra otel.",
+        expected="an address such as 'http://localhost:4318/v1/traces', or None (no traces)",
+        default=None,
+        pattern=r"^https?://[^\s]+$",
+    )
     log_level: LogLevel = setting(
         "What is logged; info has a line for each request.",
         expected="one of 'critical', 'error', 'warning', 'info', 'debug'",
