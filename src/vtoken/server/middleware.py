@@ -28,6 +28,7 @@ class Gate:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
+        self._open_paths = OPEN_PATHS if state.settings.metrics_need_key else OPEN_PATHS | {"/metrics"}
         self._keys = _digests(state.settings.api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +67,7 @@ class Gate:
         if method == "OPTIONS":
             await Response(status_code=204, headers={"Allow": _METHODS})(scope, receive, send)
             return
-        if path not in OPEN_PATHS:
+        if path not in self._open_paths:
             self._check_key(headers)
         if method == "HEAD":  # the body of the answer is left out by whoever writes it
             scope = {**scope, "method": "GET"}

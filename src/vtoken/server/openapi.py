@@ -27,9 +27,12 @@ _SCHEMAS = "#/components/schemas/"
 
 def answers(response: type[BaseModel], *errors: int) -> dict[str, Any]:
     """Arguments of a route that answers with `response`, or with one of `errors`."""
-    told: dict[int | str, Any] = {200: {"model": response}}
-    told |= {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in errors}
-    return {"response_model": None, "responses": told}
+    return {"response_model": None, "responses": {200: {"model": response}, **refusals(*errors)}}
+
+
+def refusals(*errors: int) -> dict[int | str, Any]:
+    """The `responses` of a route that answers with one of `errors`, success aside."""
+    return {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in errors}
 
 
 def takes(request: type[RequestFields], response: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from vtoken.base.errors import ConfigError
+from vtoken.engine.advice import advise
 from vtoken.server.settings import ServerSettings
 from vtoken.server.state import ServerState
 
@@ -121,6 +122,8 @@ async def _close(state: ServerState) -> None:
         logger.critical("the engine hangs in a step; ending without it")
         os._exit(1)
     closing.result()
+    for advice in advise(state.llm.engine.stats()):
+        logger.info("advice: %s", advice)
 
 
 async def _first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Task[Any], timeout: float | None = None) -> None:
