@@ -28,7 +28,7 @@ from vtoken.server.protocol.chat import (
     Delta,
 )
 from vtoken.server.state import ServerState, state_of
-from vtoken.server.streaming import DONE, EventStream, event, until_disconnect
+from vtoken.server.streaming import DONE, EventStream, Template, event, until_disconnect
 from vtoken.server.system_pins import find_system
 
 router = APIRouter(tags=["answers"])
@@ -106,6 +106,9 @@ class Chat:
             "created": int(time.time()),
             "model": asked.model,
         }
+        # Whether a stream tells more of each token than its text.
+        self._tells_more = asked.logprobs or asked.return_token_ids or asked.sends_usage_always
+        self._templates: dict[int, Template] = {}  # by choice, once its role was told
         self._begun: set[int] = set()  # choices whose role was told
 
     def whole(self, output: RequestOutput) -> ChatResponse:
@@ -128,15 +131,26 @@ class Chat:
                 self._tally.add(0, output)
                 for answer in output.outputs:
                     if self._is_worth_telling(answer):
-                        yield self._event([self._chunk_choice(answer)])
+                        yield self._event_of(answer)
         if self._asked.sends_usage:
             yield event(self._chunk([], usage=self._tally.usage()))
         yield DONE
 
     def _is_worth_telling(self, answer: CompletionOutput) -> bool:
         """Not inside a character, unless more than the text was asked for."""
-        told = self._asked.logprobs or self._asked.return_token_ids or self._asked.sends_usage_always
-        return bool(answer.text) or answer.finished or (told and bool(answer.token_ids))
+        return bool(answer.text) or answer.finished or (self._tells_more and bool(answer.token_ids))
+
+    def _event_of(self, answer: CompletionOutput) -> bytes:
+        template = self._templates.get(answer.index)
+        if template is not None and not answer.finished:
+            return template.fill(answer.text)
+        is_first = answer.index not in self._begun
+        choice = self._chunk_choice(answer)
+        if not (is_first or answer.finished or self._tells_more):  # from now on nothing changes but the text
+            self._templates[answer.index] = Template(
+                lambda text: self._event([choice.model_copy(update={"delta": Delta(content=text)})])
+            )
+        return self._event([choice])
 
     def _event(self, choices: list[ChatChunkChoice]) -> bytes:
         if not self._asked.sends_usage:

@@ -25,7 +25,7 @@ from vtoken.server.protocol.completion import (
     CompletionResponse,
 )
 from vtoken.server.state import ServerState, state_of
-from vtoken.server.streaming import DONE, EventStream, event, until_disconnect
+from vtoken.server.streaming import DONE, EventStream, Template, event, until_disconnect
 
 router = APIRouter(tags=["answers"])
 
@@ -70,6 +70,9 @@ class Completion:
             "created": int(time.time()),
         }
         self._frame["model"] = asked.model
+        # Whether a stream tells more of each token than its text.
+        self._tells_more = asked.logprobs is not None or asked.return_token_ids or asked.sends_usage_always
+        self._templates: dict[int, Template] = {}  # by index of a choice, once it has begun
         self._begun: dict[int, CompletionScores] = {}  # choices that have been told of, by index
         self._prompt_scores: dict[int, RequestOutput] = {}  # by prompt: an output that has them
 
@@ -92,7 +95,7 @@ class Completion:
                     self._prompt_scores[place] = output
                 for answer in output.outputs:
                     if self._is_worth_telling(answer):
-                        yield self._event([self._choice(place, self._prompt_scores.get(place, output), answer)])
+                        yield self._event_of(place, output, answer)
         if self._asked.sends_usage:
             yield event(CompletionResponse(**self._frame, choices=[], usage=self._tally.usage()))
         yield DONE
@@ -101,8 +104,18 @@ class Completion:
         """Not inside a character, unless more than the text was asked for."""
         if self._asked.num_new_tokens == 0:
             return answer.finished
-        told = self._asked.logprobs is not None or self._asked.return_token_ids or self._asked.sends_usage_always
-        return bool(answer.text) or answer.finished or (told and bool(answer.token_ids))
+        return bool(answer.text) or answer.finished or (self._tells_more and bool(answer.token_ids))
+
+    def _event_of(self, place: int, output: RequestOutput, answer: CompletionOutput) -> bytes:
+        template = self._templates.get(place * self._asked.n + answer.index)
+        if template is not None and not answer.finished:
+            return template.fill(answer.text)
+        choice = self._choice(place, self._prompt_scores.get(place, output), answer)
+        if not (answer.finished or self._tells_more):  # from now on nothing changes but the text
+            self._templates[choice.index] = Template(
+                lambda text: self._event([choice.model_copy(update={"text": text})])
+            )
+        return self._event([choice])
 
     def _event(self, choices: list[CompletionChoice]) -> bytes:
         chunk = CompletionResponse(**self._frame, choices=choices)
