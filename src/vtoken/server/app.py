@@ -15,6 +15,7 @@ import vtoken
 from vtoken.engine.async_llm import AsyncLLM
 from vtoken.server.dashboard import dashboard_router
 from vtoken.server.errors import ApiError, as_api_error
+from vtoken.server.metrics import Metrics, metrics_router
 from vtoken.server.middleware import Gate
 from vtoken.server.openapi import describe_requests
 from vtoken.server.routes import chat, completions, health, models, tokens
@@ -37,6 +38,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None, *, model: 
     app.state.server = state
     for routes in (completions, chat, models, tokens, health):
         app.include_router(routes.router)
+    metrics = Metrics(llm, settings.metrics_prefix, model_name=state.names[0])
+    app.include_router(metrics_router(metrics))
     if settings.dashboard:
         app.include_router(dashboard_router(llm, title=state.names[0]))
     describe_requests(app, settings.root_path)

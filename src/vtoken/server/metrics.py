@@ -31,11 +31,11 @@ from vtoken.server.metric_list import (
     Moment,
     read_info,
 )
+from vtoken.server.settings import METRICS_PREFIX
 from vtoken.server.step_recorder import HistogramState, Snapshot, StepRecorder
 
 DEFAULT_PREFIX = "vtoken:"
 VLLM_PREFIX = "vllm:"  # for dashboards made for vLLM
-PREFIX_PATTERN = r"^([a-zA-Z_:][a-zA-Z0-9_:]*)?$"
 COMMON_LABELS = ("model_name", "engine")
 WAIT_SECONDS = 0.5  # for the end of a step; then what was seen last is told
 
@@ -64,7 +64,7 @@ class Metrics(Collector):
         wait: float = WAIT_SECONDS,
         clock: Clock | None = None,
     ) -> None:
-        if not re.fullmatch(PREFIX_PATTERN, prefix):
+        if not re.fullmatch(METRICS_PREFIX, prefix):
             raise ConfigError(
                 f"metrics_prefix: expected letters, digits, '_' and ':', with no digit first, got {prefix!r}"
             )

@@ -66,7 +66,7 @@ class Gate:
         if method == "OPTIONS":
             await Response(status_code=204, headers={"Allow": _METHODS})(scope, receive, send)
             return
-        if path not in OPEN_PATHS:
+        if path not in OPEN_PATHS and (path != "/metrics" or self._state.settings.metrics_need_key):
             self._check_key(headers)
         if method == "HEAD":  # the body of the answer is left out by whoever writes it
             scope = {**scope, "method": "GET"}

@@ -37,6 +37,7 @@ def _read_template(given: Any) -> Any:
         raise ValueError(f"the file {given!r} cannot be read: {reason}") from None
 
 
+METRICS_PREFIX = r"^([a-zA-Z_:][a-zA-Z0-9_:]*)?$"
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
@@ -128,6 +129,15 @@ class ServerSettings(Settings):
         "Show the memory at work under /dashboard; what it shows needs a key where there are keys.",
         expected=_SWITCH,
         default=True,
+    )
+    metrics_prefix: str = setting(
+        "What the names of metrics begin with; 'vllm:' gives those of vLLM.",
+        expected="letters, digits, _ and :, not a digit first",
+        default="vtoken:",
+        pattern=METRICS_PREFIX,
+    )
+    metrics_need_key: bool = setting(
+        "Whether /metrics asks for an API key where there are any.", expected=_SWITCH, default=True
     )
     log_level: LogLevel = setting(
         "What is logged; info has a line for each request.",
