@@ -41,6 +41,7 @@ async function ask(path, signal) {
 class Refused extends Error {}
 
 async function askTokens(number, choice, start) {
+  if (!history || !history.last || !history.last.numbers.includes(number)) return null; // it has gone
   try {
     const response = await ask(`requests/${number}?choice=${choice}${start === null ? "" : `&start=${start}`}`);
     return response && (await response.json());
