@@ -1,9 +1,9 @@
 """The server under load: throughput and waits by number of clients, and what it costs beside the engine alone.
 
-Everything runs on one machine, so clients take from the cores that the server needs. They are a process of their own that
-does next to nothing, and their CPU time is told. What the server itself costs is measured beside the engine offline, in
-turns, in two ways: all on all cores, and with one core for the engine and another for the clients. CPU time a token is
-the same comparison without the clients.
+Everything runs on one machine, so clients take from the cores that the server needs. They are a process of their own
+that does next to nothing, and their CPU time is told. What the server itself costs is measured beside the engine
+offline, in turns, in two ways: all on all cores, and with one core for the engine and another for the clients. CPU time
+a token is the same comparison without the clients.
 
     PYTHONPATH=. python benchmarks/bench_server.py [--rounds 5] [--clients 1 8 32 128] [--smoke]
 """
