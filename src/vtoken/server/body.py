@@ -16,6 +16,7 @@ from vtoken.server.errors import ApiError
 
 _SMALL = 1 << 16  # bytes that are decoded faster than a thread is woken
 _LINGER = 10.0  # seconds
+PATIENCE = 60.0  # seconds without a byte of a body that was announced
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 itself can hold none
 # Texts, lists and objects of one body. Decoding is one call that lets nobody else run, and takes a second for a few
 # millions of them; a vocabulary's names (2**18), the most that a field may have, still fit.
@@ -49,8 +50,8 @@ class _Lingering(JSONResponse):
 
 
 async def read_json(request: Request, limit: int) -> Any:
-    """The decoded body. Raises ApiError: 415 for another type or a compressed body, 413 beyond `limit` bytes
-    or with too much in it, 400 for what is no JSON."""
+    """The decoded body. Raises ApiError: 415 for another type or a compressed body, 408 if it stops, 413 beyond `limit`
+    bytes or with too much in it, 400 for what is no JSON."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"expected a body of type application/json, got {kind[:80]!r}", code="unsupported_type")
@@ -66,11 +67,17 @@ async def _read(request: Request, limit: int) -> bytes:
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise TooLarge(limit)
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise TooLarge(limit)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(PATIENCE) as patience:
+            async for part in request.stream():
+                patience.reschedule(asyncio.get_running_loop().time() + PATIENCE)
+                size += len(part)
+                if size > limit:
+                    raise TooLarge(limit)
+                parts.append(part)
+    except TimeoutError:
+        message = f"the rest of the body did not come within {PATIENCE:g} seconds"
+        raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
     return b"".join(parts)
 
 
