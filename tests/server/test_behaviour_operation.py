@@ -177,6 +177,30 @@ def test_metrics(guarded, server, folder):
         assert other.http.get("/load").status_code == 401
 
 
+@pytest.mark.parametrize("spelling", ["utf-8", "latin-1"])
+def test_u44_keys_that_are_not_ascii(folder, spelling):
+    with serve(folder, api_key="s\xe9same") as server:
+        for key, status in (("s\xe9same", 200), ("sesame", 401), ("s\xe8same", 401)):
+            headers = {"Authorization": f"Bearer {key}".encode(spelling)}
+            assert server.http.get("/v1/models", headers=headers).status_code == status
+
+
+def test_a_body_that_never_comes_holds_nothing_for_long(server, monkeypatch):
+    monkeypatch.setattr("vtoken.server.body.PATIENCE", 0.2)
+    with socket.create_connection(server.http.base_url.netloc.decode().split(":")) as connection:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        connection.settimeout(10)
+        connection.sendall(head.encode())
+        answer = b""
+        while part := connection.recv(4096):  # and then the connection is closed
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"the rest of the body" in answer
+    until(lambda: server.http.get("/load").json()["server_load"] == 0)
+
+
 def test_u90_pages_of_known_origins(guarded, server):
     """Headers on all answers of theirs: preflight, 401, 400, streams. Foreign origins get none; off by default."""
     ours, theirs = {"Origin": "https://page.example"}, {"Origin": "https://evil.example"}

@@ -208,7 +208,8 @@ class Tokenizer:
             return {}
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise RequestError(f"{field}: expected names and values, got {shorten(given)}", field)
-        taken = sorted({"messages", *inspect.signature(self.backend.apply_chat_template).parameters} & given.keys())
+        ours = {"self", "messages", *inspect.signature(self.backend.apply_chat_template).parameters}
+        taken = sorted(ours & given.keys())
         if taken:
             raise RequestError(f"{field}: {', '.join(taken)} cannot be set here", field)
         return dict(given)

@@ -86,7 +86,8 @@ class Gate:
         if not self._keys:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digests([key.strip()])[0] if scheme.lower() == "bearer" else b""
+        # What a header holds are bytes: nearly all clients write a key in UTF-8, some in Latin-1.
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest() if scheme.lower() == "bearer" else b""
         # All are compared, and each in the same time, so that the answer's time tells nothing.
         fits = [hmac.compare_digest(digest, known) for known in self._keys]
         if not any(fits):
@@ -105,5 +106,8 @@ def path_of(path: str, root: str) -> str:
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    """Of one length, so that comparing them tells nothing about the lengths of keys."""
-    return [hashlib.sha256(key.encode(errors="surrogateescape")).digest() for key in keys]
+    """Of one length, so that comparing them tells nothing about the lengths of keys. A key that is spelled differently
+    in UTF-8 and Latin-1 has one for each."""
+    spelled = [key.encode(errors="surrogateescape") for key in keys]
+    spelled += [key.encode("latin-1") for key in keys if not key.isascii() and max(key) <= "\xff"]
+    return [hashlib.sha256(key).digest() for key in spelled]

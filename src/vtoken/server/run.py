@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,9 +53,12 @@ def url_of(taken: socket.socket, settings: ServerSettings) -> str:
     return f"{scheme}://{host}:{taken.getsockname()[1]}{settings.root_path}"
 
 
-def run(app: FastAPI, taken: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. Then new requests are refused (503), running ones get `drain_timeout` seconds to
-    end, and what runs still is ended with an error. A second signal ends it at once."""
+def run(app: FastAPI, taken: socket.socket, on_listening: Callable[[], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; `on_listening` is called once clients can connect.
+
+    Then new requests are refused (503), running ones get `drain_timeout` seconds to end, and what runs still is ended
+    with an error. A second signal ends it at once.
+    """
     state: ServerState = app.state.server
     settings = state.settings
     config = uvicorn.Config(
@@ -72,7 +75,7 @@ def run(app: FastAPI, taken: socket.socket) -> None:
     except OSError as error:  # of the certificate
         raise ConfigError(f"ssl_certfile: it cannot be used: {error.strerror or error}") from None
     logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
-    asyncio.run(_serve(_Server(config), state, taken))
+    asyncio.run(_serve(_Server(config, on_listening), state, taken))
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -85,6 +88,15 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 
 class _Server(uvicorn.Server):
     """Signals are ours: uvicorn knows no draining, and would end by the signal rather than with exit code 0."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None] | None) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._on_listening is not None:
+            self._on_listening()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
