@@ -12,6 +12,7 @@ import random
 import time
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from tests.server.dashboard_site import Load, browser, set_screen, site, wait_until
 from vtoken import AsyncLLM, SamplingParams
@@ -53,6 +54,10 @@ class Questions(Load):
             pass
 
 
+def num_holes(driver: Any) -> int:
+    return int(driver.execute_script("return document.querySelectorAll('#tiles span')[4].textContent"))
+
+
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with site(MODEL, Questions(10), name=MODEL, **ENGINE) as url, browser() as driver:
@@ -60,16 +65,19 @@ def main() -> None:
         driver.get(url)
 
         def opened() -> bool:
-            """A request that runs and has lost some hundred tokens, of one choice."""
-            return driver.execute_script(
+            """Whether a request is open that runs, has lost some hundred tokens and has scores; else tries one."""
+            driver.execute_script(
                 "const row = [...document.querySelectorAll('#requests tbody tr')].find((row) => "
                 "row.children[1].textContent === 'running' && Number(row.children[5].textContent) > 110 && "
                 "Number(row.children[4].textContent) < 170);"
-                "if (row) row.querySelector('button').click(); return Boolean(row)"
+                "if (row) row.querySelector('button').click()"
             )
+            time.sleep(1)
+            return "score of" in driver.find_element("id", "shade-means").text
 
         wait_until(lambda: driver.find_elements("css selector", "#events .phase[data-phase=return]"), 120)
         time.sleep(60)  # until the lines have something to show
+        wait_until(lambda: num_holes(driver) > 60, 120)
         driver.save_screenshot(str(FOLDER / "dashboard.png"))
         wait_until(opened, 120)
         time.sleep(2.5)

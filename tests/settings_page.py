@@ -8,6 +8,7 @@ from vtoken.base.config import EngineConfig
 from vtoken.base.sampling_params import SamplingParams
 from vtoken.base.validation import Settings
 from vtoken.cli import chat, generate
+from vtoken.server.settings import ServerSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -24,7 +25,9 @@ stands for Python's `None`; `vtoken chat` has `max_model_len`
 
 def page() -> str:
     engine = _section("The engine", "Given to `LLM(model, ...)`; checked by `EngineConfig`.", EngineConfig)
-    return "\n".join([_HEAD, engine, _section("One request", "Given to `SamplingParams(...)`.", SamplingParams)])
+    request = _section("One request", "Given to `SamplingParams(...)`.", SamplingParams)
+    server = _section("The server", "Given to `vtoken serve`; checked by `ServerSettings`.", ServerSettings)
+    return "\n".join([_HEAD, engine, request, server])
 
 
 def _section(title: str, about: str, settings: type[Settings]) -> str:

@@ -26,7 +26,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 def test_the_readme_shows_the_examples_as_they_are() -> None:
     shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    for name, block in zip(("evict", "first", "steps", "stream", "budget"), shown, strict=True):
+    for name, block in zip(("evict", "first", "steps", "stream", "client", "budget"), shown, strict=True):
         assert (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").endswith("\n\n" + block), name
 
 

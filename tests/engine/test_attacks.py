@@ -54,6 +54,15 @@ def test_ctrl_c_while_a_step_is_planned_leaves_no_wrong_prefix(llm, monkeypatch)
     assert again.outputs == expected
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises, also where the tests were started in the background, where shells have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("moment", ["schedule", "execute", "apply"])
 def test_a_real_ctrl_c_waits_for_the_end_of_the_step(llm, monkeypatch, moment):
     expected = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs
@@ -76,6 +85,7 @@ def test_a_real_ctrl_c_waits_for_the_end_of_the_step(llm, monkeypatch, moment):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_costs_no_output_of_the_step_it_waited_for(llm, monkeypatch):
     engine, execute = llm.engine, llm.engine.executor.execute
     engine.add_request("a", "x", GREEDY.replace(max_tokens=1))

@@ -160,6 +160,47 @@ def test_where_an_answer_may_end() -> None:
         assert constraint.is_over
 
 
+def test_many_choices_are_followed_to_their_end() -> None:
+    """More than the rules that a parser of llguidance follows at once."""
+    texts = [f"{i} the fox" for i in range(10_000)]
+    constraint = at_start("byte level", structured_outputs={"choice": texts})
+    for text in (texts[0], texts[-1]):
+        constraint.follow(TOKENIZERS["byte level"].encode(text))
+        assert constraint.error is None
+        assert constraint.is_over
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "ab", "n\u00e9", '"\\"', "\\u00e9", "\n", "\0", "\x7f", "😀", "/a/", " ", "<end>", "a|b", "#{*}"]
+)
+def test_a_choice_is_taken_letter_by_letter(text: str) -> None:
+    """Whatever its letters mean in grammars and expressions."""
+    texts = [
+        "a",
+        "ab",
+        "n\u00e9",
+        '"\\"',
+        "\\u00e9",
+        "\n",
+        "\0",
+        "\x7f",
+        "😀",
+        "/a/",
+        " ",
+        "<end>",
+        "a|b",
+        "#{*}",
+        "aa",
+    ]
+    constraint = at_start("byte level", structured_outputs={"choice": texts})
+    tokens = TOKENIZERS["byte level"].encode(text, split_special_tokens=True)
+    for place, token in enumerate(tokens):
+        assert token in allowed(constraint)
+        constraint.follow(tokens[: place + 1])
+    assert 0 in allowed(constraint), "it may end"
+    assert constraint.is_over == (text != "a"), "which goes on as ab, aa and a|b"
+
+
 def test_stop_tokens_without_text_are_ends_and_others_are_text() -> None:
     [a] = TOKENIZERS["byte level"].encode("a")
     padding = len(TOKENIZERS["byte level"]) + 3

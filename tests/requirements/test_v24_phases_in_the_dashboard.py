@@ -23,7 +23,7 @@ from vtoken.server.dashboard.frames import EVENT, FrameEncoder, Observer
 def test_frames_tell_every_phase_and_show_what_it_does_to_the_blocks(beside_delay: int | None) -> None:
     driver = shrinking_driver("h2o", 20, [60, 50, 7, 33], beside_delay=beside_delay)
     facts = EngineFacts(vocab_size=driver.vocab_size, bos_token_id=None, bytes_per_block=1, weight_bytes=1)
-    engine, observer, encoder = Engine(driver.scheduler, driver.executor, facts), Observer(), FrameEncoder()
+    engine, observer, encoder = Engine(driver.scheduler, driver.sim, facts), Observer(), FrameEncoder()
     told: list[dict[str, Any]] = []
     cells = np.zeros(driver.num_blocks, BLOCK)
     num_pinned = num_returned = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import time
 from base64 import b64decode, b64encode
@@ -18,6 +19,7 @@ from tests.server.serving import Served, checked, error_of, serve, until
 from vtoken.memory.block_map import BLOCK
 from vtoken.server.dashboard import router
 from vtoken.server.dashboard.page import page
+from vtoken.server.run import _is_worth_a_line
 
 LONG = {"prompt": "Tell me", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
@@ -162,3 +164,24 @@ def test_who_watches_is_told_when_the_engine_ends(folder: Path) -> None:
         served.llm.close()
         text = checked_text(served, "/dashboard/stream")
         assert text.endswith('event: end\ndata: "the engine has ended"\n\n')
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "is_told"),
+    [
+        ("/dashboard", 200, True),
+        ("/dashboard/stream?since=7", 200, False),
+        ("/llm/dashboard/requests/3", 200, False),
+        ("/dashboard/requests/3", 401, True),
+        ("/v1/models", 200, True),
+    ],
+)
+def test_the_log_is_not_filled_by_who_watches(path: str, status: int, is_told: bool) -> None:
+    record = logging.makeLogRecord(
+        {
+            "name": "uvicorn.access",
+            "msg": '%s - "%s %s HTTP/%s" %d',
+            "args": ("127.0.0.1:1", "GET", path, "1.1", status),
+        }
+    )
+    assert _is_worth_a_line(record) == is_told

@@ -27,7 +27,7 @@ POLICIES = ("h2o", "streaming_llm", "tova", "snapkv:window=8", "random")
 
 def engine_over(driver: Driver) -> Engine:
     facts = EngineFacts(vocab_size=driver.vocab_size, bos_token_id=None, bytes_per_block=1, weight_bytes=1)
-    return Engine(driver.scheduler, driver.executor, facts)
+    return Engine(driver.scheduler, driver.sim, facts)
 
 
 def loaded_driver(seed: int, **settings: Any) -> tuple[Driver, random.Random]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import time
 
 import pytest
 
-from tests.server.serving import MODEL, error_of
+from tests.server.serving import MODEL, error_of, events_of
+from vtoken.server.body import decode
+from vtoken.server.errors import ApiError
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 BASE = {"model": MODEL, "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -159,3 +163,48 @@ def test_a_stream_is_refused_before_it_begins(server):
     error_of(server.post("/v1/completions", {**body, "n": 0}), param="n")
     error_of(server.post("/v1/completions", {**body, "prompt": "x" * 5000}), param="prompt")
     error_of(server.post("/v1/completions", {**body, "prompt": ["x", [999]]}), param="prompt")
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [b"[" + b"[1]," * 2_500_000 + b"1]", b"{" + b",".join(b'"%d":1' % i for i in range(900_000)) + b"}"],
+    ids=["lists", "names"],
+)
+def test_a_flood_of_members_is_refused_before_it_is_decoded(server, flood):
+    """Decoding holds everybody up, and millions of small parts take seconds."""
+    started = time.process_time()
+    response = server.http.post(
+        "/v1/completions", content=b'{"model": "tiny", "prompt": "x", "more": ' + flood + b"}", headers=JSON
+    )
+    assert "texts, lists and objects" in error_of(response, 413)["message"]
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("text", [b"[{" * 3_000_000, b'\\"' * 3_000_000, b'[\\"' * 2_000_000])
+def test_signs_within_a_text_are_no_members(text):
+    assert len(decode(b'{"prompt": "' + text + b'"}')["prompt"]) >= 3_000_000
+    with pytest.raises(ApiError, match="no valid JSON"):
+        decode(b'{"prompt": "' + text)
+
+
+def test_compressed_bodies(server):
+    body = gzip.compress(json.dumps(BASE).encode())
+    response = server.http.post("/v1/completions", content=body, headers=JSON | {"Content-Encoding": "gzip"})
+    assert "not compressed" in error_of(response, 415)["message"]
+
+
+@pytest.mark.parametrize("form", [{"grammar": 'root ::= "a" root'}, {"regex": "(" * 11 + "a" + "{9})" * 11}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_costs_too_much_is_the_requests_fault(server, form, stream, caplog):
+    """Its cost is known only where its text leads, so a stream may have begun."""
+    response = server.post("/v1/completions", BASE | {"structured_outputs": form, "max_tokens": 9, "stream": stream})
+    error = events_of(response.text)[-1]["error"] if stream else error_of(response)
+    assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+    assert error["message"].startswith("structured_outputs: ")
+    assert not caplog.records
+
+
+def test_arguments_of_a_template_say_nothing_of_ours(server):
+    for name in ("self", "messages", "tokenize"):
+        error = error_of(server.post("/v1/chat/completions", {**BASE, "chat_template_kwargs": {name: 1}}))
+        assert error["message"] == f"chat_template_kwargs: {name} cannot be set here"

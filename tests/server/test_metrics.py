@@ -18,8 +18,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from tests.driving import StepFailure
 from tests.server.metered import BLOCK_BYTES, SIZE, by, load, make_engine, read, value
+from tests.server.serving import error_of, serve
 from vtoken import AsyncLLM, ConfigError, QueueFullError, SamplingParams
+from vtoken.server.app import create_app
 from vtoken.server.metrics import Metrics, metrics_router
+from vtoken.server.run import _close
+from vtoken.server.settings import ServerSettings
+from vtoken.server.state import ServerState
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -451,3 +456,46 @@ def test_a_prefix_with_which_no_name_can_begin_is_refused(prefix):
     with pytest.raises(ConfigError, match="metrics_prefix: expected"):
         Metrics(llm, prefix)
     llm.close()
+
+
+# --- in the server ----------------------------------------------------------------------------------------------------
+
+
+def test_the_server_shows_them_under_the_prefix_it_was_given(folder):
+    with serve(folder, metrics_prefix="vllm:") as served:
+        served.complete(prompt="Hello there", max_tokens=5, ignore_eos=True)
+        samples = read(served.http.get("/metrics").content)
+        assert value(samples, "generation_tokens_total", "vllm:") == 5
+        assert value(samples, "prompt_tokens_total", "vllm:") == len(served.llm.get_tokenizer().encode("Hello there"))
+        assert value(samples, "request_success_total", "vllm:", finished_reason="length") == 1
+        assert value(samples, "time_to_first_token_seconds_count", "vllm:") == 1
+        assert 'model_name="tiny"' in served.http.get("/metrics").text
+        assert served.http.head("/metrics").status_code == 200
+        assert error_of(served.post("/metrics"), 405)
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_a_key_is_needed_unless_it_is_said_that_none_is(needs):
+    with opened(make_engine()) as (llm, _):
+        app = create_app(llm, ServerSettings(api_key="sesame", metrics_need_key=needs))
+        client = TestClient(app)
+        assert client.get("/metrics").status_code == (401 if needs else 200)
+        assert client.get("/metrics", headers={"Authorization": "Bearer sesame"}).status_code == 200
+        assert client.get("/version").status_code == 401
+
+
+def test_a_wrong_prefix_is_refused_with_the_settings():
+    with pytest.raises(ConfigError, match="metrics_prefix: expected letters"):
+        ServerSettings(metrics_prefix="1:")
+
+
+def test_advice_is_logged_when_the_server_stops(caplog):
+    engine = make_engine(2000)
+    for ask in load(30):
+        engine.add_request(str(ask.number), ask.prompt, ask.params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    llm = AsyncLLM.from_engine(engine)
+    caplog.set_level("INFO", "vtoken.server")
+    asyncio.run(_close(ServerState(llm, ServerSettings(), "m")))
+    assert "advice: never more than" in caplog.text

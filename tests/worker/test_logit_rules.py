@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -186,9 +188,19 @@ def test_functions_see_their_own_row_and_text_one_after_the_other() -> None:
     assert leader.token_ids == [1, 2, 5]
 
 
+def leave(answer: list[int], row: torch.Tensor) -> torch.Tensor:
+    sys.exit(3)
+
+
+def be_cancelled(answer: list[int], row: torch.Tensor) -> torch.Tensor:
+    raise asyncio.CancelledError
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
+        (leave, r"function 0 \(leave\) raised SystemExit: 3"),
+        (be_cancelled, r"function 0 \(be_cancelled\) raised CancelledError"),
         (lambda answer, row: row.to_sparse(), r"it returned a sparse one of shape \(24,\)"),
         (lambda answer, row: row.to("meta"), r"it returned a meta tensor of shape \(24,\)"),
         (lambda answer, row: 1 / 0, r"function 0 \(<lambda>\) raised ZeroDivisionError: division by zero"),

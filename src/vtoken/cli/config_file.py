@@ -20,6 +20,16 @@ PREFIX = "VTOKEN"
 _ELSEWHERE = {"VTOKEN_CACHE"}  # read by others
 
 
+class _Texts(yaml.SafeLoader):
+    """Values as they are written: YAML would make 83 of the key 0123, and False of the name no."""
+
+
+_Texts.yaml_implicit_resolvers = {
+    first: [(tag, expression) for tag, expression in resolvers if tag == "tag:yaml.org,2002:null"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     """Callback of an eager `--config`: what the file says is the default of the other options."""
     if path is not None:
@@ -34,11 +44,11 @@ def read_options(path: Path, names: dict[str, str]) -> dict[str, Any]:
     Raises ConfigError for a file that cannot be read, and for names and values that are no options.
     """
     try:
-        found = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        found = yaml.load(path.expanduser().read_text(encoding="utf-8"), _Texts)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {reason}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "it is damaged"
@@ -59,7 +69,7 @@ def read_options(path: Path, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _as_text(name: object, value: Any, path: Path) -> str | list[str]:
-    if isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
+    if isinstance(value, list) and not any(each is None or isinstance(each, list | dict) for each in value):
         return [str(each) for each in value]
     if isinstance(value, list | dict):
         raise ConfigError(f"the config file {str(path)!r}: {name}: expected a value, or a list of values")

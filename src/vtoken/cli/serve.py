@@ -88,9 +88,14 @@ def serve(
             app = create_app(llm, settings, model=_name_of(model))
             for line in summary(llm.engine):
                 typer.echo(line, err=True)
-            names = ", ".join(app.state.server.names)
-            typer.echo(f"{names} at {url_of(taken, settings)}/v1 (Ctrl-C ends it)", err=True)
-            run(app, taken)
+            url, names = url_of(taken, settings), ", ".join(app.state.server.names)
+
+            def tell_where() -> None:
+                if settings.dashboard:
+                    typer.echo(f"the memory at work: {url}/dashboard", err=True)
+                typer.echo(f"{names} at {url}/v1 (Ctrl-C ends it)", err=True)
+
+            run(app, taken, tell_where)
         finally:
             llm.close()
 

@@ -104,6 +104,8 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
         row_positions=needs_positions,
         statistics=executor.backend.statistics - model.missing_statistics,
     )
+    if tokenizer is not None:
+        tokenizer.max_tokens = sizes.max_model_len
     facts = EngineFacts(
         spec.vocab_size,
         spec.bos_token_id,

@@ -12,6 +12,7 @@ from vtoken.base.clock import MonotonicClock
 from vtoken.base.config import EngineConfig
 from vtoken.base.errors import EngineError, RequestError
 from vtoken.base.sampling_params import SamplingParams
+from vtoken.base.validation import shorten
 from vtoken.engine.build import build_engine
 from vtoken.engine.chat import Message, list_conversations
 from vtoken.engine.engine import Engine
@@ -98,6 +99,9 @@ class LLM:
         `SamplingParams`: max_tokens, length_penalty, early_stopping, ignore_eos, stop_token_ids, min_tokens, kv_policy,
         ... Texts and scores are those of `transformers` with `num_beams=beam_width`. See `generate` for the rest.
         """
+        if isinstance(beam_width, bool) or not isinstance(beam_width, int):
+            message = f"beam_width: expected a whole number from 2 up, got {shorten(beam_width)}"
+            raise RequestError(message, "beam_width")
         most = beam_width if n is None else n
         return self.generate(
             prompts, SamplingParams(use_beam_search=True, best_of=beam_width, n=most, **params), use_tqdm=use_tqdm

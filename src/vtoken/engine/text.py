@@ -12,6 +12,7 @@ from typing import Any
 from vtoken.base.errors import CheckpointError, RequestError
 from vtoken.base.validation import shorten
 from vtoken.engine.chat import Message, check_messages, check_tools
+from vtoken.engine.token_bound import most_bytes_per_token
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put for bytes that are no character
@@ -69,6 +70,9 @@ class Tokenizer:
         # Sentencepiece vocabularies spell characters they lack as one token for each byte, "<0xE4>".
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>", -1): bytes([byte]) for byte in range(256)}
         self._byte_tokens = byte_tokens if -1 not in byte_tokens else {}
+        self.max_tokens: int | None = None
+        """Texts that must have more are refused before they are tokenized; set by whoever has a limit."""
+        self._most_bytes_per_token = most_bytes_per_token(backend)
         self.letter_token = vocabulary.get("<0x41>", -1)
         self._known = frozenset(vocabulary.values())
         self._token_texts: dict[int, str] = {}  # what `token_text` has been asked for
@@ -120,6 +124,7 @@ class Tokenizer:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"{field}: character {error.start} is half a surrogate pair, not text", field) from None
+        self._check_length(prompt, field)
         token_ids: list[int] = self.backend.encode(prompt, add_special_tokens=add_special_tokens)
         return token_ids or prompt_of_nothing(self.bos_token_id)
 
@@ -127,6 +132,17 @@ class Tokenizer:
         """Token ids of `text` alone, which must be Unicode: nothing is put around it, nothing stands for nothing."""
         token_ids: list[int] = self.backend.encode(text, add_special_tokens=False)
         return token_ids
+
+    def _check_length(self, text: str, field: str) -> None:
+        if self.max_tokens is None or self._most_bytes_per_token is None:
+            return
+        least = len(text) // self._most_bytes_per_token
+        if least > self.max_tokens:
+            raise RequestError(
+                f"{field}: {len(text)} characters, at least {least} tokens, leave no room for an answer: a sequence "
+                f"may have {self.max_tokens} tokens (max_model_len), so a prompt at most {self.max_tokens - 1}",
+                field,
+            )
 
     def encode_chat(
         self,
@@ -192,7 +208,8 @@ class Tokenizer:
             return {}
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise RequestError(f"{field}: expected names and values, got {shorten(given)}", field)
-        taken = sorted({"messages", *inspect.signature(self.backend.apply_chat_template).parameters} & given.keys())
+        ours = {"self", "messages", *inspect.signature(self.backend.apply_chat_template).parameters}
+        taken = sorted(ours & given.keys())
         if taken:
             raise RequestError(f"{field}: {', '.join(taken)} cannot be set here", field)
         return dict(given)

@@ -15,11 +15,13 @@ import vtoken
 from vtoken.engine.async_llm import AsyncLLM
 from vtoken.server.dashboard import dashboard_router
 from vtoken.server.errors import ApiError, as_api_error
+from vtoken.server.metrics import Metrics, metrics_router
 from vtoken.server.middleware import Gate
 from vtoken.server.openapi import describe_requests
 from vtoken.server.routes import chat, completions, health, models, tokens
 from vtoken.server.settings import ServerSettings
 from vtoken.server.state import ServerState
+from vtoken.server.tracing import RequestTracer, otlp_provider
 
 logger = logging.getLogger("vtoken.server")
 
@@ -33,13 +35,17 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None, *, model: 
     """
     settings = settings or ServerSettings()
     state = ServerState(llm, settings, model or "model")
-    app = FastAPI(title="vtoken", version=vtoken.__version__, description=_ABOUT, root_path=settings.root_path)
+    app = FastAPI(title="vtoken", version=vtoken.__version__, description=_ABOUT)
     app.state.server = state
     for routes in (completions, chat, models, tokens, health):
         app.include_router(routes.router)
+    metrics = Metrics(llm, settings.metrics_prefix, model_name=state.names[0])
+    app.include_router(metrics_router(metrics))
+    if settings.otlp_traces_endpoint is not None:
+        llm.add_step_listener(RequestTracer(otlp_provider(settings.otlp_traces_endpoint), state.names[0]))
     if settings.dashboard:
         app.include_router(dashboard_router(llm, title=state.names[0]))
-    describe_requests(app)
+    describe_requests(app, settings.root_path)
     app.add_exception_handler(HTTPException, _of_the_framework)
     app.add_exception_handler(RequestValidationError, _of_a_parameter)
     app.add_middleware(Gate, state=state)

@@ -16,7 +16,13 @@ from vtoken.server.errors import ApiError
 
 _SMALL = 1 << 16  # bytes that are decoded faster than a thread is woken
 _LINGER = 10.0  # seconds
+PATIENCE = 60.0  # seconds without a byte of a body that was announced
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 itself can hold none
+# Texts, lists and objects of one body. Decoding is one call that lets nobody else run, and takes a second for a few
+# millions of them; a vocabulary's names (2**18), the most that a field may have, still fit.
+_MAX_MEMBERS = 400_000
+# A text goes on to the end of the body if it is never closed, so that each byte is looked at once.
+_MEMBER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 
 
 class TooLarge(ApiError):
@@ -44,10 +50,14 @@ class _Lingering(JSONResponse):
 
 
 async def read_json(request: Request, limit: int) -> Any:
-    """The decoded body. Raises ApiError: 415 for another type, 413 beyond `limit` bytes, 400 for what is no JSON."""
+    """The decoded body. Raises ApiError: 415 for another type or a compressed body, 408 if it stops, 413 beyond `limit`
+    bytes or with too much in it, 400 for what is no JSON."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"expected a body of type application/json, got {kind[:80]!r}", code="unsupported_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise ApiError(415, f"expected a body that is not compressed, got {coding[:80]!r}", code="unsupported_type")
     body = await _read(request, limit)
     return decode(body) if len(body) <= _SMALL else await asyncio.to_thread(decode, body)
 
@@ -57,17 +67,24 @@ async def _read(request: Request, limit: int) -> bytes:
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise TooLarge(limit)
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise TooLarge(limit)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(PATIENCE) as patience:
+            async for part in request.stream():
+                patience.reschedule(asyncio.get_running_loop().time() + PATIENCE)
+                size += len(part)
+                if size > limit:
+                    raise TooLarge(limit)
+                parts.append(part)
+    except TimeoutError:
+        message = f"the rest of the body did not come within {PATIENCE:g} seconds"
+        raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
     return b"".join(parts)
 
 
 def decode(body: bytes) -> Any:
     """JSON to Python. Refuses NaN and infinity, which are no JSON, and text that is no Unicode. Of a name that comes
     twice the last value counts."""
+    _check_size(body)
     try:
         found = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -81,6 +98,17 @@ def decode(body: bytes) -> Any:
     if _SURROGATE.search(body):
         _check_text(found)
     return found
+
+
+def _check_size(body: bytes) -> None:
+    """Signs within texts are no members, so they are told apart where there are many of them."""
+    if body.count(b'"') // 2 + body.count(b"[") + body.count(b"{") <= _MAX_MEMBERS:
+        return
+    for count, _ in enumerate(_MEMBER.finditer(body), 1):
+        if count > _MAX_MEMBERS:
+            raise ApiError(
+                413, f"the body has more than {_MAX_MEMBERS:,} texts, lists and objects in it", code="body_too_large"
+            )
 
 
 def _check_text(found: Any) -> None:

@@ -86,9 +86,12 @@ def unavailable(why: str) -> ApiError:
 
 
 def check_outcome(output: RequestOutput) -> None:
-    """Raise ApiError if a request did not end as it should: it failed in a step, or was aborted by somebody else than
-    its client."""
+    """Raise ApiError if a request did not end as it should: its form cost too much, it failed in a step, or was
+    aborted by somebody else than its client."""
     for choice in output.outputs:
+        if choice.error is not None and choice.error.startswith("structured_outputs:"):
+            # What a form costs is known only where its text leads: a limit on that is the request's, not our fault.
+            raise ApiError(400, choice.error, param="structured_outputs")
         if choice.finish_reason == "error":
             logger.error("request %s failed: %s", output.request_id, choice.error)
             raise failed()

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from functools import partial
 from itertools import accumulate
 from threading import Lock
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -31,11 +31,11 @@ from vtoken.server.metric_list import (
     Moment,
     read_info,
 )
+from vtoken.server.openapi import refusals
+from vtoken.server.settings import METRICS_PREFIX, METRICS_PREFIX_EXPECTED, METRICS_PREFIX_PATTERN
 from vtoken.server.step_recorder import HistogramState, Snapshot, StepRecorder
 
-DEFAULT_PREFIX = "vtoken:"
 VLLM_PREFIX = "vllm:"  # for dashboards made for vLLM
-PREFIX_PATTERN = r"^([a-zA-Z_:][a-zA-Z0-9_:]*)?$"
 COMMON_LABELS = ("model_name", "engine")
 WAIT_SECONDS = 0.5  # for the end of a step; then what was seen last is told
 
@@ -57,17 +57,15 @@ class Metrics(Collector):
     def __init__(
         self,
         llm: AsyncLLM,
-        prefix: str = DEFAULT_PREFIX,
+        prefix: str = METRICS_PREFIX,
         *,
         model_name: str = "",
         registry: CollectorRegistry | None = None,
         wait: float = WAIT_SECONDS,
         clock: Clock | None = None,
     ) -> None:
-        if not re.fullmatch(PREFIX_PATTERN, prefix):
-            raise ConfigError(
-                f"metrics_prefix: expected letters, digits, '_' and ':', with no digit first, got {prefix!r}"
-            )
+        if not re.fullmatch(METRICS_PREFIX_PATTERN, prefix):
+            raise ConfigError(f"metrics_prefix: expected {METRICS_PREFIX_EXPECTED}, got {prefix!r}")
         self.registry = registry or CollectorRegistry()
         self._llm = llm
         self._prefix = prefix
@@ -151,10 +149,11 @@ class Metrics(Collector):
 def metrics_router(metrics: Metrics) -> APIRouter:
     """`GET /metrics`. The endpoint is no coroutine, so that its wait holds up a thread and not the event loop."""
     router = APIRouter(tags=["operation"])
-    router.add_api_route("/metrics", partial(_show, metrics), methods=["GET"], response_class=Response)
+
+    @router.get("/metrics", response_class=PlainTextResponse, responses=refusals(401, 405))
+    def show(request: Request) -> Response:
+        """The metrics of docs/metrics.md, in Prometheus' text form or in OpenMetrics."""
+        text, content_type = metrics.render(request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": content_type})
+
     return router
-
-
-def _show(metrics: Metrics, request: Request) -> Response:
-    text, content_type = metrics.render(request.headers.get("accept", ""))
-    return Response(text, headers={"Content-Type": content_type})

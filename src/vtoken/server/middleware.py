@@ -28,6 +28,7 @@ class Gate:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
+        self._open_paths = OPEN_PATHS if state.settings.metrics_need_key else OPEN_PATHS | {"/metrics"}
         self._keys = _digests(state.settings.api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,11 +61,13 @@ class Gate:
             await as_api_error(error).response()(scope, receive, send_with_id)
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        method, path = scope["method"], path_of(scope)
+        root = self._state.settings.root_path
+        scope = {**scope, "root_path": root}
+        method, path = scope["method"], path_of(scope["path"], root)
         if method == "OPTIONS":
             await Response(status_code=204, headers={"Allow": _METHODS})(scope, receive, send)
             return
-        if path not in OPEN_PATHS:
+        if path not in self._open_paths:
             self._check_key(headers)
         if method == "HEAD":  # the body of the answer is left out by whoever writes it
             scope = {**scope, "method": "GET"}
@@ -83,7 +86,8 @@ class Gate:
         if not self._keys:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digests([key.strip()])[0] if scheme.lower() == "bearer" else b""
+        # What a header holds are bytes: nearly all clients write a key in UTF-8, some in Latin-1.
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest() if scheme.lower() == "bearer" else b""
         # All are compared, and each in the same time, so that the answer's time tells nothing.
         fits = [hmac.compare_digest(digest, known) for known in self._keys]
         if not any(fits):
@@ -96,12 +100,14 @@ class Gate:
             )
 
 
-def path_of(scope: Scope) -> str:
+def path_of(path: str, root: str) -> str:
     """The path within the application, whether or not a proxy has cut the root path off."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path.removeprefix(root) if root and path.startswith(root + "/") else path
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    """Of one length, so that comparing them tells nothing about the lengths of keys."""
-    return [hashlib.sha256(key.encode(errors="surrogateescape")).digest() for key in keys]
+    """Of one length, so that comparing them tells nothing about the lengths of keys. A key that is spelled differently
+    in UTF-8 and Latin-1 has one for each."""
+    spelled = [key.encode(errors="surrogateescape") for key in keys]
+    spelled += [key.encode("latin-1") for key in keys if not key.isascii() and max(key) <= "\xff"]
+    return [hashlib.sha256(key).digest() for key in spelled]

@@ -27,9 +27,12 @@ _SCHEMAS = "#/components/schemas/"
 
 def answers(response: type[BaseModel], *errors: int) -> dict[str, Any]:
     """Arguments of a route that answers with `response`, or with one of `errors`."""
-    told: dict[int | str, Any] = {200: {"model": response}}
-    told |= {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in errors}
-    return {"response_model": None, "responses": told}
+    return {"response_model": None, "responses": {200: {"model": response}, **refusals(*errors)}}
+
+
+def refusals(*errors: int) -> dict[int | str, Any]:
+    """The `responses` of a route that answers with one of `errors`, success aside."""
+    return {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in errors}
 
 
 def takes(request: type[RequestFields], response: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def takes(request: type[RequestFields], response: type[BaseModel], *, streams: b
 _REQUESTS: dict[str, type[RequestFields]] = {}
 
 
-def describe_requests(app: FastAPI) -> None:
+def describe_requests(app: FastAPI, root_path: str) -> None:
     """Let the app's OpenAPI page have the bodies that `takes` has named."""
 
     def openapi() -> dict[str, Any]:
@@ -60,8 +63,8 @@ def describe_requests(app: FastAPI) -> None:
             schemas = page.setdefault("components", {}).setdefault("schemas", {})
             for request in _REQUESTS.values():
                 schemas.update(_schemas_of(request))
-            if app.root_path:
-                page["servers"] = [{"url": app.root_path}]
+            if root_path:
+                page["servers"] = [{"url": root_path}]
             app.openapi_schema = page
         return app.openapi_schema
 

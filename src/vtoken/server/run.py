@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from vtoken.base.errors import ConfigError
+from vtoken.engine.advice import advise
 from vtoken.server.settings import ServerSettings
 from vtoken.server.state import ServerState
 
@@ -52,9 +53,12 @@ def url_of(taken: socket.socket, settings: ServerSettings) -> str:
     return f"{scheme}://{host}:{taken.getsockname()[1]}{settings.root_path}"
 
 
-def run(app: FastAPI, taken: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. Then new requests are refused (503), running ones get `drain_timeout` seconds to
-    end, and what runs still is ended with an error. A second signal ends it at once."""
+def run(app: FastAPI, taken: socket.socket, on_listening: Callable[[], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; `on_listening` is called once clients can connect.
+
+    Then new requests are refused (503), running ones get `drain_timeout` seconds to end, and what runs still is ended
+    with an error. A second signal ends it at once.
+    """
     state: ServerState = app.state.server
     settings = state.settings
     config = uvicorn.Config(
@@ -70,11 +74,29 @@ def run(app: FastAPI, taken: socket.socket) -> None:
         config.load()
     except OSError as error:  # of the certificate
         raise ConfigError(f"ssl_certfile: it cannot be used: {error.strerror or error}") from None
-    asyncio.run(_serve(_Server(config), state, taken))
+    logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
+    asyncio.run(_serve(_Server(config, on_listening), state, taken))
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """An open dashboard asks for its data all the time; only where it asked in vain is that told."""
+    if not isinstance(record.args, tuple) or len(record.args) != 5:  # client, method, path, HTTP version, status
+        return True
+    path, status = str(record.args[2]), record.args[4]
+    return "/dashboard/" not in path or status != 200
 
 
 class _Server(uvicorn.Server):
     """Signals are ours: uvicorn knows no draining, and would end by the signal rather than with exit code 0."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None] | None) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._on_listening is not None:
+            self._on_listening()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -112,6 +134,8 @@ async def _close(state: ServerState) -> None:
         logger.critical("the engine hangs in a step; ending without it")
         os._exit(1)
     closing.result()
+    for advice in advise(state.llm.engine.stats()):
+        logger.info("advice: %s", advice)
 
 
 async def _first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Task[Any], timeout: float | None = None) -> None:

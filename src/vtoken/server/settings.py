@@ -37,6 +37,9 @@ def _read_template(given: Any) -> Any:
         raise ValueError(f"the file {given!r} cannot be read: {reason}") from None
 
 
+METRICS_PREFIX = "vtoken:"
+METRICS_PREFIX_PATTERN = r"^([a-zA-Z_:][a-zA-Z0-9_:]*)?$"
+METRICS_PREFIX_EXPECTED = "letters, digits, '_' and ':', with no digit first"
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
@@ -128,6 +131,21 @@ class ServerSettings(Settings):
         "Show the memory at work under /dashboard; what it shows needs a key where there are keys.",
         expected=_SWITCH,
         default=True,
+    )
+    metrics_prefix: str = setting(
+        "What the names under /metrics begin with; vllm: gives those of vLLM where the meaning is the same.",
+        expected=METRICS_PREFIX_EXPECTED,
+        default=METRICS_PREFIX,
+        pattern=METRICS_PREFIX_PATTERN,
+    )
+    metrics_need_key: bool = setting(
+        "Whether /metrics needs a key where there are keys.", expected=_SWITCH, default=True
+    )
+    otlp_traces_endpoint: str | None = setting(
+        "Where to send a trace of each request, by OpenTelemetry's protocol over HTTP; needs the extra otel.",
+        expected="an address such as 'http://localhost:4318/v1/traces', or None (no traces)",
+        default=None,
+        pattern=r"^https?://[^\s]+$",
     )
     log_level: LogLevel = setting(
         "What is logged; info has a line for each request.",

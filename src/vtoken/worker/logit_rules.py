@@ -66,7 +66,9 @@ def _process(row: Tensor, processors: RowProcessors) -> str | None:
         ids = [processors.prompt, processors.answer] if takes_prompt(function) else [processors.answer]
         try:
             found = function(*map(list, ids), logits)  # copies, lest one function changes what the next one sees
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit and CancelledError too: it is one request's function, not ours
             return f"{name} raised {describe(error)}"
         if not _is_row(found, row):
             return (

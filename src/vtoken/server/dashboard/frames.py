@@ -24,6 +24,7 @@ from vtoken.schedule.sequence import Request, Status
 
 MAX_WAITING: Final = 100  # requests of the queue that a frame lists; the others it counts
 MAX_EVENTS: Final = 200  # events of the decision log that a frame lists; the latest
+MAX_ID: Final = 200  # characters of a request's id
 MAX_ENDED: Final = 32  # requests that can be looked at after they have ended,
 MAX_ENDED_TOKENS: Final = 200_000  # and the tokens of all their texts
 FRAMES_A_KEY: Final = 32  # a frame that stands alone, then so many that say what changed
@@ -136,7 +137,7 @@ def _facts(request: Request) -> tuple[Any, ...]:
     kept = request.retention
     policy = (None, None, None) if kept is None else (kept.policy.name, kept.budget, kept.trigger)
     prompt, choices = request.num_prompt_tokens, request.params.num_choices
-    return request.index, request.request_id, prompt, choices, *policy, request.arrival_time
+    return request.index, request.request_id[:MAX_ID], prompt, choices, *policy, request.arrival_time
 
 
 def _rows(engine: Engine, requests: list[Request]) -> Iterator[tuple[Any, ...]]:

@@ -119,24 +119,23 @@ class Recorder:
         self._wanted.set()
         try:
             while True:
-                for frame in self._from(since):
+                frame = self._next(since)
+                if frame is not None:
                     yield frame
                     since = frame.number + 1
-                    if self._frames and self._frames[0][1].number > since:
-                        break  # while he was busy, the next ones went
-                else:
-                    if self.error is not None or not await self._wait(since, end):
-                        return
+                elif self.error is not None or not await self._wait(since, end):
+                    return
         finally:
             self._num_watching -= 1
 
-    def _from(self, since: int) -> list[Frame]:
+    def _next(self, since: int) -> Frame | None:
+        """Frame number `since`; the oldest one where that has gone, or was another server's; None if it is to come."""
         if not self._frames:
-            return []
-        first = self._frames[0][1].number
-        behind = since - first
-        start = behind if 0 <= behind <= len(self._frames) else 0
-        return [self._frames[index][1] for index in range(start, len(self._frames))]
+            return None
+        behind = since - self._frames[0][1].number
+        if behind == len(self._frames):
+            return None
+        return self._frames[behind if 0 <= behind < len(self._frames) else 0][1]
 
     async def _wait(self, since: int, end: float) -> bool:
         """Whether a frame from number `since` on has come, or the end of all."""

@@ -39,9 +39,10 @@ def dashboard_router(llm: AsyncLLM, *, title: str = "") -> APIRouter:
         async with recorder.running():
             yield
 
-    router = APIRouter(prefix="/dashboard", tags=["dashboard"], lifespan=lifespan)
+    # Made for the page, and to change with it: no part of the described API.
+    router = APIRouter(prefix="/dashboard", include_in_schema=False, lifespan=lifespan)
 
-    @router.get("", response_class=HTMLResponse, include_in_schema=False)
+    @router.get("", response_class=HTMLResponse)
     async def document() -> HTMLResponse:
         content, policy = page()
         headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}

@@ -7,6 +7,8 @@ and their words; what JSON or OpenAI spells in another way is spelled out here.
 from __future__ import annotations
 
 import logging
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
@@ -44,6 +46,11 @@ _FORMAT_SCHEMA = {
 PINS_SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}
 
 
+_LONGEST_NAME = 40  # of a field that is compared with those that are known
+_MOST_TOLD = 100  # mistyped names that the log is told of
+_told: set[str] = set()
+
+
 class RequestFields(Settings):
     """A request as decoded JSON. Fields that are not known are taken and ignored, as clients expect; null is the
     default. What is wrong with one that is known is a RequestError that names it."""
@@ -66,10 +73,28 @@ class RequestFields(Settings):
             is_limited = isinstance(value, list | dict) and name in cls.model_fields and name not in _UNLIMITED
             if is_limited and len(value) > most:
                 raise RequestError(f"{name}: expected at most {most} members, got {len(value)}", name)
-        ignored = given.keys() - cls.model_fields
-        if ignored:
-            logger.debug("fields that mean nothing here: %s", ", ".join(sorted(map(shorten, ignored))))
+        for name in sorted(given.keys() - cls.model_fields):
+            _tell_ignored(name, tuple(cls.model_fields))
         return cls(**given)
+
+
+@lru_cache(maxsize=1024)
+def _hint(name: str, known: tuple[str, ...]) -> str | None:
+    """What somebody who sent a field that means nothing here is likely to have meant."""
+    if name in SamplingParams.elsewhere:
+        return SamplingParams.elsewhere[name]
+    close = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def _tell_ignored(name: str, known: tuple[str, ...]) -> None:
+    """Clients send many fields that mean nothing here; one that looks mistyped is worth a line, once."""
+    hint = _hint(name, known) if len(name) <= _LONGEST_NAME else None
+    if hint is None:
+        logger.debug("a field that means nothing here: %s", shorten(name))
+    elif name not in _told and len(_told) < _MOST_TOLD:
+        _told.add(name)
+        logger.warning("a request had the field %r, which is ignored; %s", name, hint)
 
 
 def _as_bias(bias: Any) -> Any:

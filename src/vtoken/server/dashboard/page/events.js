@@ -55,7 +55,8 @@ class Events {
     }
     if (first.phase === "plan") {
       const cost = first.tokens ? ` for ${count(first.tokens, "copy", "copies")}` : "";
-      item.append(phase("plan", first.blocks ? `${count(first.blocks, "block")}${cost}` : "no gain"));
+      const gain = first.blocks ? `${count(first.blocks, "block")}${cost}` : first.verdict === "too_dear" ? "too dear" : "no gain";
+      item.append(phase("plan", gain));
     }
     if (copied) item.append(phase("copy", count(copied, "token")));
     if (events.some((event) => event.phase === "return")) item.append(phase("return", count(returned, "block")));

@@ -30,6 +30,7 @@ class History {
     this.facts = new Map(); // of requests, by number
     this.index = -1; // of the frame that `cells` shows
     this.cells = null;
+    this.viewed = null;
   }
 
   get last() { return this.frames[this.frames.length - 1]; }
@@ -39,17 +40,32 @@ class History {
     if (!frame.key && (!this.last || frame.n !== this.last.n + 1)) return -1;
     for (const values of frame.facts) this.facts.set(values[0], zip(this.names.facts, values));
     frame.facts = null;
-    frame.rows = frame.rows.map((values) => zip(this.names.rows, values));
-    frame.ofLane = new Map();
-    for (const row of frame.rows) for (const lane of row.lanes) frame.ofLane.set(lane, row.number);
     frame.events = frame.events.map((values) => zip(this.names.events, values));
-    for (const event of frame.events) event.number = frame.ofLane.get(event.lane);
+    if (frame.events.length) {
+      const { ofLane } = this.table(frame.rows);
+      for (const event of frame.events) event.number = ofLane.get(event.lane);
+    }
+    frame.numbers = frame.rows.map((values) => values[0]);
+    frame.rows = JSON.stringify(frame.rows); // a tenth of what it takes as objects
     frame.blocks = frame.blocks.all
       ? { all: wordsOf(frame.blocks.all) }
       : { at: wordsOf(frame.blocks.at), cells: wordsOf(frame.blocks.cells) };
     this.frames.push(frame);
     frame.rates = this.ratesAt(this.frames.length - 1);
     return this.trim();
+  }
+
+  table(rows) {
+    const named = rows.map((values) => zip(this.names.rows, values)), ofLane = new Map();
+    for (const row of named) for (const lane of row.lanes) ofLane.set(lane, row.number);
+    return { rows: named, ofLane };
+  }
+
+  // A frame with its table of requests unfolded: `rows`, and `ofLane`, which request a lane belongs to.
+  view(index) {
+    const frame = this.frames[index];
+    if (!this.viewed || this.viewed.n !== frame.n) this.viewed = { ...frame, ...this.table(JSON.parse(frame.rows)) };
+    return this.viewed;
   }
 
   // What happened a second, over the last second or two before a frame.
@@ -81,7 +97,7 @@ class History {
       this.index -= gone;
       if (this.index < 0) this.cells = null;
       const kept = new Set();
-      for (const frame of this.frames) for (const row of frame.rows) kept.add(row.number);
+      for (const frame of this.frames) for (const number of frame.numbers) kept.add(number);
       for (const number of this.facts.keys()) if (!kept.has(number)) this.facts.delete(number);
     }
     return gone;

@@ -7,14 +7,28 @@ let paused = false, chosen = null, drawn = null, isDue = false, run = null;
 
 // --- the server -----------------------------------------------------------------------------------------------------
 
-let key = sessionStorage.getItem("vtoken-key") || "";
+let key = remembered() || "";
+
+function remembered() {
+  try {
+    return sessionStorage.getItem("vtoken-key");
+  } catch {
+    return null; // a browser that keeps nothing; it will be asked for again
+  }
+}
+
+function remember(text) {
+  key = text;
+  try {
+    sessionStorage.setItem("vtoken-key", text);
+  } catch { /* as above */ }
+}
 
 async function ask(path, signal) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const response = await fetch(new URL(`dashboard/${path}`, location.href), { headers, signal, cache: "no-store" });
   if (response.status === 401 || response.status === 403) {
-    key = "";
-    sessionStorage.removeItem("vtoken-key");
+    remember("");
     at("key-form").hidden = false;
     at("key").focus();
     throw new Refused();
@@ -27,6 +41,7 @@ async function ask(path, signal) {
 class Refused extends Error {}
 
 async function askTokens(number, choice, start) {
+  if (!history || !history.last || !history.last.numbers.includes(number)) return null; // it has gone
   try {
     const response = await ask(`requests/${number}?choice=${choice}${start === null ? "" : `&start=${start}`}`);
     return response && (await response.json());
@@ -139,10 +154,12 @@ function draw() {
 }
 
 function drawNow() {
-  const started = performance.now(), frame = history.frames[shown], { blocks, lines, requests, tokens, events } = parts;
+  const started = performance.now(), frame = history.view(shown), { blocks, lines, requests, tokens, events } = parts;
   if (drawn !== shown) {
     const changed = history.seek(shown);
-    blocks.draw(history.cells, frame, changed, drawn !== null && drawn >= 0 && drawn < shown);
+    // After a jump nothing has "just" come back; a frame or two may be left out where drawing is slow.
+    const isNext = drawn !== null && drawn >= 0 && shown > drawn && shown - drawn <= 3;
+    blocks.draw(history.cells, frame, changed, isNext);
     drawn = shown;
   }
   requests.draw(frame, history.facts, chosen);
@@ -245,8 +262,7 @@ at("forward").addEventListener("click", () => go(shown + 1));
 at("slider").addEventListener("input", (event) => go(Number(event.target.value)));
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  key = at("key").value;
-  sessionStorage.setItem("vtoken-key", key);
+  remember(at("key").value);
   at("key").value = "";
   follow();
 });
