@@ -50,16 +50,23 @@ def test_what_is_filled_in_is_what_a_stream_that_tells_more_has_built(server, pa
     body = {**asked, "max_tokens": 30, "temperature": 1, "seed": 5, **more}
 
     def told(**extra):
-        choices: dict[int, list] = {}
+        """Of each choice: (its text, what else its events have, each once). A late reader gets fewer events."""
+        texts: dict[int, str] = {}
+        others: dict[int, list] = {}
         for each in server.stream(path, {**body, **extra})[:-1]:
             assert ("usage" in each) == ("stream_options" in more)
             for choice in each["choices"]:
                 choice.pop("token_ids", None)
                 choice.pop("prompt_token_ids", None)
                 choice.get("delta", {}).pop("role", None)  # may come with an event inside a character
-                text = choice.pop("text") if "text" in choice else choice["delta"].pop("content")
-                choices.setdefault(choice["index"], []).append((text, choice))
-        return {index: [each for each in said if each[0]] for index, said in choices.items()}
+                index, text = (
+                    choice["index"],
+                    choice.pop("text") if "text" in choice else choice["delta"].pop("content"),
+                )
+                texts[index] = texts.get(index, "") + text
+                if choice not in others.setdefault(index, []):
+                    others[index].append(choice)
+        return texts, others
 
     assert told() == told(return_token_ids=True)
 
