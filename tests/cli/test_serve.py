@@ -176,7 +176,7 @@ def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str]
         assert started.stderr is not None
         for line in started.stderr:
             lines.append(line)
-            if "Application startup complete" in line:
+            if "(Ctrl-C ends it)" in line:  # told once it listens
                 break
         found = re.search(r"at (http://\S+)/v1", "".join(lines))
         assert found, lines
