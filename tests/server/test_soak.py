@@ -58,25 +58,26 @@ def soak(folder: Path, num_requests: int, preemption: str, seed: int) -> None:
     rng = random.Random(seed)
     asks = [draw(rng) for _ in range(num_requests)]
     expected = _fresh_answer(folder)
+    known = {id(each) for each in _of_requests()}  # other tests may have left something in this process
     with _no_complaints() as log, serve(folder, ENGINE | PREEMPTION[preemption]) as server:
         first, rest = asks[: num_requests // 5], asks[num_requests // 5 :]
         outcomes = asyncio.run(play(server.url, first, NUM_CLIENTS))
         until(server.is_idle)
         memory = _resident_bytes()
         outcomes += asyncio.run(play(server.url, rest, NUM_CLIENTS))
-        check_baseline(server)
+        check_baseline(server, known)
         grown = _resident_bytes() - memory
         assert grown < 24 * 2**20, f"{grown / 2**20:.1f} MiB more than after a fifth of the requests"
         check_variety(server, asks, outcomes, preemption)
         assert server.complete(prompt=GREEDY, max_tokens=32, temperature=0)["choices"][0]["text"] == expected
         check_repeated(server, asks)
-        check_baseline(server)
+        check_baseline(server, known)
         gc.collect()
         assert not log, log
 
 
-def check_baseline(server: Served) -> None:
-    """Nothing of any request is left, in the books or anywhere else."""
+def check_baseline(server: Served, known: set[int]) -> None:
+    """Nothing of any request is left, in the books or anywhere else. `known` was there before."""
     until(server.is_idle)
     server.ask(lambda engine: engine.scheduler.check())
     stats = server.ask(lambda engine: engine.stats())
@@ -88,24 +89,26 @@ def check_baseline(server: Served) -> None:
     assert not server.llm._thread._mailboxes
     assert not server.llm._thread._pending
     for _ in range(50):  # the last steps of what was left run in other threads
-        left = _left_over()
+        left = _left_over(known)
         if not left:
             break
         time.sleep(0.05)
     assert not left
 
 
-def _left_over() -> Counter[str]:
-    """What belongs to one request and is still referred to by something, but for what is remembered on purpose: by
-    dashboards the last requests that ended, by engines those of their last step."""
+def _of_requests() -> list[Any]:
+    """Every object that belongs to one request and that something refers to."""
     gc.collect()
     kinds = {Request, Tracked, Mailbox, RequestStream}
-    found: list[Any] = []
-    remembered: set[int] = set()
+    return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+def _left_over(known: set[int]) -> Counter[str]:
+    """What has come since and is still referred to, but for what is remembered on purpose: by dashboards the last
+    requests that ended, by engines those of their last step."""
+    found, remembered = _of_requests(), set(known)
     for each in gc.get_objects():
-        if type(each) in kinds:
-            found.append(each)
-        elif type(each) is Observer:
+        if type(each) is Observer:
             assert len(each.ended) <= MAX_ENDED
             remembered |= {id(request) for request in (*each.ended, *each._seen.values())}
         elif type(each) is StepFacts:
