@@ -18,7 +18,7 @@ from vtoken.server.dashboard.frames import EVENT, FACTS, ROW, STATES, FrameEncod
 from vtoken.server.dashboard.page import page
 from vtoken.server.dashboard.recorder import Recorder
 from vtoken.server.dashboard.tokens import TokenStates, look_at_tokens, to_json
-from vtoken.server.errors import ApiError, unavailable
+from vtoken.server.errors import unavailable
 
 T = TypeVar("T")
 
@@ -81,11 +81,12 @@ def dashboard_router(llm: AsyncLLM, *, title: str = "") -> APIRouter:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
-    @router.get("/requests/{number}")
+    @router.get("/requests/{number}", response_model=None)
     async def tokens(
         number: int, choice: int = Query(0, ge=0), start: int | None = Query(None, ge=0)
-    ) -> dict[str, Any]:
-        """The tokens of one choice, by the number that frames give its request."""
+    ) -> dict[str, Any] | Response:
+        """The tokens of one choice, by the number that frames give its request. 204 for one that is not there, or ended
+        too long ago: requests go while somebody looks, which is no error, nor one line more in a browser's console."""
 
         def look(engine: Engine) -> TokenStates | None:
             request = recorder.observer.find(engine, number)
@@ -95,8 +96,7 @@ def dashboard_router(llm: AsyncLLM, *, title: str = "") -> APIRouter:
 
         states = await _ask(llm, look)
         if states is None:
-            message = f"request number {number} has no choice {choice}, or ended too long ago"
-            raise ApiError(404, message, code="not_found")
+            return Response(status_code=204)
         return await asyncio.to_thread(to_json, states, llm.engine.tokenizer)
 
     return router

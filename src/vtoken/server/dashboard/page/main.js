@@ -33,7 +33,7 @@ async function ask(path, signal) {
     at("key").focus();
     throw new Refused();
   }
-  if (response.status === 404) return null;
+  if (response.status === 204) return null; // it has gone
   if (!response.ok) throw new Error(`the server answered ${response.status}`);
   return response;
 }
