@@ -165,6 +165,34 @@ def test_beams_under_eviction_do_not_depend_on_the_memory(folder: Path, policy: 
     assert all(choice.num_evicted > 20 for output in roomy for choice in output.outputs)
 
 
+@pytest.mark.parametrize("policy", ["paged_eviction", "h2o"])
+def test_beams_under_eviction_do_not_depend_on_the_company(folder: Path, policy: str) -> None:
+    """Others hold the same blocks, come and go, and push beams out; which of them share a block differs every time."""
+    eviction = {"kv_policy": policy, "kv_budget": 40, "kv_trigger": "always", "kv_stride": 16, "kv_prefill_stride": 32}
+    beams = SamplingParams(n=2, best_of=3, use_beam_search=True, max_tokens=40, ignore_eos=True, **eviction)
+    prompt = np.random.default_rng(8).integers(3, VOCAB_SIZE, 69).tolist()
+    settings = COMMON | {"block_size": 8, "num_blocks": 48, "max_model_len": 256, "max_num_batched_tokens": 48}
+    with LLM(str(folder), max_num_seqs=12, **settings) as llm:
+        [alone] = llm.generate([prompt], beams, use_tqdm=False)
+        found = []
+        for seed in range(6):
+            random, unsent = np.random.default_rng(seed), 30
+            while unsent or llm.engine.scheduler.num_unfinished:
+                if unsent and llm.engine.scheduler.num_unfinished < 14 and random.random() < 0.5:
+                    unsent -= 1
+                    if random.random() < 0.4:
+                        llm.engine.add_request(f"beams {unsent}", prompt, beams)
+                    else:
+                        many, length = {"n": int(random.integers(1, 4)), "max_tokens": int(random.integers(1, 40))}, 40
+                        other = prompt[:32] + random.integers(3, VOCAB_SIZE, length).tolist()
+                        llm.engine.add_request(f"other {unsent}", other, SamplingParams(temperature=1.0, **many))
+                found += [o for o in llm.engine.step() if o.finished and o.request_id.startswith("beams")]
+        assert llm.stats().scheduler.preemptions > 0
+    for output in found:
+        assert [c.token_ids for c in output.outputs] == [c.token_ids for c in alone.outputs]
+        assert [c.died_at for c in output.outputs] == [c.died_at for c in alone.outputs]
+
+
 def test_it_can_be_ended_at_any_time(folder: Path) -> None:
     params = SamplingParams(n=4, use_beam_search=True, max_tokens=40, ignore_eos=True)
     with LLM(str(folder), **COMMON) as llm:

@@ -26,11 +26,14 @@ class TokenView:
 
     How wide the padding is depends on which sequences happen to be asked about together, so no score may depend on it:
     sums over tokens go through `vtoken.policies.arithmetic`.
+
+    Nor may it depend on where tokens lie, so `blocks` counts along the text. A token lies there, among those of its
+    block, unless tokens were packed or a block was shared when it was written.
     """
 
     positions: NDArray[np.int32]  # [lanes, tokens]
     is_live: NDArray[np.bool_]  # [lanes, tokens] False in the padding
-    blocks: NDArray[np.int32]  # [lanes, tokens] which block of the sequence the token lies in
+    blocks: NDArray[np.int32]  # [lanes, tokens] which block of the text the token belongs to
     num_live: NDArray[np.int32]  # [lanes]
     lengths: NDArray[np.int32]  # [lanes] tokens of the text so far
     budgets: NDArray[np.int32]  # [lanes] live tokens that are to stay

@@ -268,7 +268,7 @@ class Evictor:
         return TokenView(
             positions=positions,
             is_live=is_live,
-            blocks=(rows // self._memory.block_size).astype(np.int32),
+            blocks=positions // self._memory.block_size,
             num_live=tokens.num_live[lanes],
             lengths=lengths,
             budgets=self._state.budgets(lanes, lengths),
