@@ -20,6 +20,7 @@ from vtoken.engine.chat import Message
 from vtoken.engine.engine import CheckedRequest, Engine
 from vtoken.engine.engine_thread import EngineThread, StepListener
 from vtoken.engine.mailbox import Mailbox
+from vtoken.engine.openmp import give_back_threads
 from vtoken.engine.outputs import RequestOutput
 from vtoken.engine.prompts import AnyPrompt, parse_prompt
 from vtoken.engine.reception import Reception
@@ -81,6 +82,7 @@ class AsyncLLM:
         self.engine = engine
         """Its thread's alone; what a step does not change (facts, config, tokenizer) may be read by anybody."""
         self._reception = reception
+        give_back_threads()  # of loading; the engine's thread gets its own
         self._thread = EngineThread(engine, reception, clock)
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="vtoken-tokenizer")
         # Also when it is forgotten, and when the program ends, the thread ends before what it runs on is torn down.
