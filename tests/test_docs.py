@@ -24,9 +24,12 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert not missing
 
 
-def test_the_readme_shows_the_examples_as_they_are() -> None:
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    for name, block in zip(("evict", "first", "steps", "stream", "client", "budget"), shown, strict=True):
+@pytest.mark.parametrize(
+    ("page", "names"), [("README.md", ("first", "client", "budget")), ("docs/python.md", ("steps", "stream", "evict"))]
+)
+def test_examples_are_shown_as_they_are(page: str, names: tuple[str, ...]) -> None:
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    for name, block in zip(names, shown, strict=True):
         assert (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").endswith("\n\n" + block), name
 
 

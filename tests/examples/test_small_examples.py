@@ -1,4 +1,4 @@
-"""The examples that the README shows, run as a user would run them."""
+"""The examples that README and docs show, run as a user would run them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(cache)
 
 
-def test_evict_prints_what_the_readme_shows() -> None:
+def test_evict_prints_what_the_page_shows() -> None:
     out = run("evict.py")
-    assert f"```\n{out}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"```\n{out}```" in (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     assert "2 blocks came back for 2 copies" in out
 
 
