@@ -104,6 +104,26 @@ def test_what_is_found_is_what_a_plain_search_finds(name: str) -> None:
         assert driver.counters.preemptions_swap > 0
 
 
+def test_beams_that_wait_for_others_may_have_to_go() -> None:
+    """While a group is computed again some beams come first and name their continuations; if all have to go once more
+    that does not count, and others may be first."""
+    driver = drive(max_num_batched_tokens=24, max_num_seqs=20)
+    residents, num_gone = driver.scheduler._residents, 0
+    for step in range(5000):
+        if not driver.scheduler.num_unfinished:
+            break
+        driver.step()
+        for request in [r for r in driver.scheduler.running if r.beam_search is not None]:
+            some_wait = 0 < len(request.beam_search._offers) < WIDTH
+            if request.num_preemptions < 12 and (some_wait or step % 5 == request.index):
+                residents.preempt(request, None)
+                num_gone += some_wait
+    assert num_gone > 5
+    for request in run(driver):
+        right = plain_search(list(request.prompt_token_ids), request.params, {5, 400})
+        assert found(request) == [answer for answer, _ in right]
+
+
 @pytest.mark.parametrize("after", ["nothing", "copies", "forward"])
 def test_a_failed_step_changes_nothing(after: str) -> None:
     def fault(plan: StepPlan, ran: list[Request]) -> StepFailure | None:

@@ -60,9 +60,14 @@ class BeamSearch:
 
     def offer(self, beam: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float64]) -> bool:
         """A beam's likeliest continuations, best first: [num_candidates] each. Returns whether all beams have named
-        theirs; one that does so twice, since it was computed again, says the same."""
+        theirs."""
+        assert beam not in self._offers, "a beam names its continuations once"
         self._offers[beam] = tokens, logprobs
         return len(self._offers) == self.width
+
+    def withdraw(self) -> None:
+        """All beams are computed again, so all will name their continuations again."""
+        self._offers = {}
 
     def decide(self, length: int) -> tuple[list[Continuation], list[Continuation]]:
         """(answers that have ended, beams that run on), now that answers have `length` tokens. Either `width` beams run

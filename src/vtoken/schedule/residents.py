@@ -383,6 +383,8 @@ class Residents:
             sequence.settled = max(int(self._state["settled"][lane]), computed)
             self._release(lane)
         request.unforked = request.unfinished[1:]
+        if request.beam_search is not None:
+            request.beam_search.withdraw()
 
     def _release(self, lane: int) -> None:
         self._state.close(lane)
