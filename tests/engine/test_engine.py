@@ -115,6 +115,39 @@ def test_a_step_that_fails_takes_only_the_request_at_fault(engine, monkeypatch):
     assert answer(engine, prompts["r2"]) == expected["r2"]
 
 
+@pytest.mark.parametrize("part", ["_take_tokens", "_advance_beams", "_finish_sequence", "_end_aborted"])
+def test_what_a_step_brought_cannot_be_entered(engine, monkeypatch, caplog, part):
+    """A bug of ours, somewhere in the middle: those of the step end, who waited goes on, and so does the engine."""
+    expected = {name: answer(engine, name) for name in ("late", "after")}
+    beams = SamplingParams(n=3, use_beam_search=True, max_tokens=10)
+    asked = [(f"r{i}", [10 + i] * (5 + 9 * i), beams if i == 2 else GREEDY) for i in range(3)]
+    for request in asked:
+        engine.add_request(*request, output_kind="final")
+    entered, calls = getattr(engine.scheduler, part), []
+
+    def breaks(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("no luck")
+        return entered(*args)
+
+    monkeypatch.setattr(engine.scheduler, part, breaks)
+    outputs = []
+    while len(calls) < 3:
+        outputs += engine.step()
+    assert engine.scheduler.num_unfinished == 0
+    engine.scheduler.check()
+    engine.add_request("late", "late", GREEDY, output_kind="final")
+    last = {output.request_id: output for output in outputs} | finish(engine)
+    assert last["late"].outputs[0].token_ids == expected["late"]
+    broken = [last[name] for name, *_ in asked if last[name].error]
+    assert broken
+    assert all("a bug of vtoken: RuntimeError: no luck" in output.error for output in broken)
+    assert all(choice.finish_reason == "error" for output in broken for choice in output.outputs)
+    assert answer(engine, "after") == expected["after"]
+    assert "could not be entered" in caplog.text
+
+
 def test_nan_ends_one_request_and_is_not_cached(tmp_path):
     """U77: a token whose embedding overflows."""
     save_llama(tmp_path)

@@ -87,6 +87,7 @@ class Scheduler:
         self._suspects: list[Request] = []  # one of them made a step fail
         self._num_arrived = 0
         self._flight: _Flight | None = None
+        self._landing: _Flight | None = None  # whose result is being entered
         self._aborts: list[str] = []  # asked for while a step was in flight
         self._finished: list[Request] = []  # ended, and not yet taken
 
@@ -367,7 +368,8 @@ class Scheduler:
         lanes = plan.lanes.astype(np.int64)
         failures = self._residents.reach(lanes)
         self._state["computed"][lanes] = memory.tokens.lengths[lanes]
-        self._flight = None  # not before: a policy that is interrupted takes the tokens of the step with it
+        # Not before: a policy that is interrupted takes the tokens of the step with it.
+        self._flight, self._landing = None, flight
         failed = {flight.draws[i].request: reason for i, reason in result.errors.items()}
         failed |= enter_scores(plan, result, self._state)
         for lane in (lane for request in failed for lane in request.lanes):
@@ -383,6 +385,7 @@ class Scheduler:
             cleared = {sequence.request for sequence in flight.draws}
             self._suspects = [suspect for suspect in self._suspects if suspect not in cleared]
         self._end_aborted()
+        self._landing = None
         return drawn
 
     def take_finished(self) -> list[Request]:
@@ -456,7 +459,8 @@ class Scheduler:
         """
         flight = self._flight
         if flight is None:
-            raise EngineError("fail() was called with no step in flight") from error
+            self._crash(error)
+            return
         self._flight = None
         self.counters.failed_steps += 1
         ran = flight.ran
@@ -467,6 +471,24 @@ class Scheduler:
         self._undo(ran | flight.touched)
         if is_fault and not is_alone:
             self._suspects = sorted({*self._suspects, *ran}, key=lambda r: r.index)
+        self._end_aborted()
+
+    def _crash(self, error: BaseException) -> None:
+        """The step took place, but what came of it could not be entered: a bug of ours, or an interruption. Some of its
+        requests have their tokens and some do not, and nobody knows which, so all of them end; the engine goes on."""
+        flight, self._landing = self._landing, None
+        if flight is None:
+            raise EngineError("fail() was called with no step in flight") from error
+        logger.error("what a step brought could not be entered; a bug of vtoken", exc_info=error)
+        self.counters.failed_steps += 1
+        reason = f"what a step brought could not be entered; a bug of vtoken: {describe(error)}"
+        for request in flight.ran - set(self._finished):
+            self._finish_request(request, FinishReason.ERROR, reason)
+        for request in flight.ran:  # who has ended just now was not told his last token
+            request.error = request.error or reason
+            for sequence in request.sequences:
+                sequence.finish_reason = FinishReason.ERROR
+        self._undo(flight.touched)
         self._end_aborted()
 
     def _undo(self, touched: set[Request]) -> None:
