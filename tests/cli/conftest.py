@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,16 @@ class Ran(NamedTuple):
     code: int | str | None
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True)
+def levels() -> Iterator[None]:
+    """What a command logs it settles for its process, which here is that of all tests."""
+    loggers = [logging.getLogger(name) for name in ("vtoken", "vtoken.engine")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -186,6 +186,16 @@ def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str]
         started.wait()
 
 
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_what_is_said_at_start(folder, level):
+    """Weights and pool once, in the summary; which kernel each layer got is for those who look for faults."""
+    with process(folder, "--num-blocks", "1024", "--log-level", level) as (_, _, lines):
+        said = "".join(lines)
+    assert ("linear 64 -> " in said) == (level == "debug")
+    if level == "info":
+        assert said.count("weights") == said.count("KV pool") == 1
+
+
 @contextmanager
 def streams(url: str, count: int, max_tokens: int) -> Iterator[list[Future[str]]]:
     """Answers that are being streamed."""

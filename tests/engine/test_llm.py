@@ -38,6 +38,15 @@ def test_outputs_have_vllms_shape(llm):
     assert output.metrics.first_token_time <= output.metrics.finished_time
 
 
+def test_what_is_logged_at_start(folder, caplog):
+    """One line on what is held; the kernels, one for each shape of a layer, are for debugging."""
+    with caplog.at_level("DEBUG", "vtoken"), LLM(str(folder), num_blocks=64, max_model_len="auto"):
+        pass
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert re.fullmatch(r"LlamaForCausalLM: weights \S+ \w+, KV pool \S+ \w+ = 64 blocks of 16 tokens, .* tokens", line)
+    assert any(record.getMessage().startswith("linear 64 -> ") for record in caplog.records)
+
+
 def test_every_form_of_a_prompt_is_the_same_prompt(llm):
     ids = list(b"Hello")
     [expected] = generate(llm, "Hello", GREEDY)

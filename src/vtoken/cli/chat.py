@@ -82,7 +82,7 @@ def chat(
     config = EngineConfig(model=model, **engine)
     if verbose:
         logging.basicConfig(stream=sys.stderr, format="%(message)s")
-        logging.getLogger("vtoken").setLevel(logging.INFO)
+        logging.getLogger("vtoken").setLevel(logging.DEBUG)  # the kernels too
     template = None if chat_template is None else _read(chat_template)
     from vtoken.engine.precheck import precheck
 

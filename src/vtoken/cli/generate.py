@@ -101,7 +101,7 @@ def generate(
     config = EngineConfig(model=model, **engine)
     if verbose:
         logging.basicConfig(stream=sys.stderr, format="%(message)s")
-        logging.getLogger("vtoken").setLevel(logging.INFO)
+        logging.getLogger("vtoken").setLevel(logging.DEBUG)  # the kernels too
     from vtoken.engine.precheck import precheck
 
     precheck(config)  # torch takes seconds to import

@@ -109,3 +109,5 @@ def _name_of(model: str) -> str:
 def _set_up_logs(level: str) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s: %(message)s")
     logging.getLogger("vtoken").setLevel(level.upper())
+    if level == "info":  # its line on weights and pool is in the summary
+        logging.getLogger("vtoken.engine").setLevel(logging.WARNING)

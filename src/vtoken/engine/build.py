@@ -32,7 +32,7 @@ from vtoken.schedule.preemption import PreemptionCosts
 from vtoken.schedule.retention import KEEPS_ALL, RetentionSettings
 from vtoken.schedule.scheduler import Scheduler
 
-logger = logging.getLogger("vtoken")
+logger = logging.getLogger("vtoken.engine")  # a name of its own: the server says the same in more words
 
 
 def build_engine(config: EngineConfig, clock: Clock) -> Engine:
@@ -50,7 +50,7 @@ def build_engine(config: EngineConfig, clock: Clock) -> Engine:
     if BACKENDS[backend].compiled or (config.linear_backend, config.quantization) != ("auto", None):
         linears = prepare_linears(model, backend=config.linear_backend, quantization=config.quantization)
         for line in linears.summary():
-            logger.info("%s", line)
+            logger.debug("%s", line)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = Tokenizer.from_folder(config.tokenizer or folder, spec.vocab_size)

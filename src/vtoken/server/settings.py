@@ -148,7 +148,7 @@ class ServerSettings(Settings):
         pattern=r"^https?://[^\s]+$",
     )
     log_level: LogLevel = setting(
-        "What is logged; info has a line for each request.",
+        "What is logged; info has a line for each request, debug also the kernels that were chosen.",
         expected="one of 'critical', 'error', 'warning', 'info', 'debug'",
         default="info",
     )
