@@ -87,6 +87,22 @@ def test_several_bad_values_are_named_at_once() -> None:
     assert "; top_p: " in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"n": 4, "best_of": 2}, "best_of"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 2, "top_k": 5}, "use_beam_search"),
+    ],
+)
+def test_a_contradiction_names_the_first_field_at_fault(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError, match=rf"^{field}: ") as caught:
+        SamplingParams(**settings)
+    assert caught.value.field == field
+
+
 def test_an_unknown_name_is_refused_and_the_nearest_one_offered() -> None:  # U64
     with pytest.raises(
         RequestError, match=r"^temprature: unknown sampling parameter; did you mean 'temperature'\?"

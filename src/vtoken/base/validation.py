@@ -64,7 +64,7 @@ class Settings(BaseModel):
 
     @classmethod
     def refuse(cls, message: str, field: str | None) -> VtokenError:
-        """The error that a user of this class gets for `field`, or for a contradiction when that is None."""
+        """The error that a user of this class gets for `field`, the first of a contradiction, or None."""
         raise NotImplementedError
 
     @classmethod
@@ -88,7 +88,10 @@ class Settings(BaseModel):
         # A union reports a finding for each of its branches: the first one speaks for the field.
         findings = {str(found["loc"][0]) if found["loc"] else None: found for found in reversed(error.errors())}
         fields = list(reversed(findings))
-        return "; ".join(cls._explain_one(field, findings[field]) for field in fields), fields[0]
+        message = "; ".join(cls._explain_one(field, findings[field]) for field in fields)
+        # A contradiction has no place, but its message begins with the first of its fields.
+        named = message.partition(":")[0]
+        return message, named if fields[0] is None and named in cls.model_fields else fields[0]
 
     @classmethod
     def _explain_one(cls, field: str | None, found: Any) -> str:
