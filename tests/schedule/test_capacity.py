@@ -40,6 +40,9 @@ def test_errors_name_their_field_and_the_numbers() -> None:
         CapacityError, match=r"n: 4 choices of 20 \+ 60 tokens need 17 blocks.* has 8 \(128 tokens\)"
     ) as big:
         capacity.clamp(20, 60, 4)
+    with pytest.raises(CapacityError, match=r"^best_of: 5 choices .* fits: best_of=4") as best:
+        capacity.clamp(16, 16, 5, n_field="best_of")
+    assert best.value.field == "best_of"
     assert [error.value.field for error in (empty, long, many, big)] == ["prompt", "prompt", "n", "n"]
 
 

@@ -298,6 +298,11 @@ class SamplingParams(Settings):
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def choices_field(self) -> str:
+        """The field that says so."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
     def num_logprobs(self) -> int:
         """Likeliest tokens to be named beside each token that is drawn; -1 = what is drawn needs no scores."""
         if self.logprobs is not None:

@@ -72,8 +72,16 @@ class Capacity:
                 "prompt",
             )
 
-    def clamp(self, num_prompt_tokens: int, max_tokens: int | None, n: int, retention: Retention | None = None) -> int:
-        """The new tokens a choice may have: `max_tokens`, or the room left if that is less.
+    def clamp(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        n: int,
+        retention: Retention | None = None,
+        *,
+        n_field: str = "n",
+    ) -> int:
+        """The new tokens a choice may have: `max_tokens`, or the room left if that is less. `n_field` is what sets `n`.
 
         Raises RequestError for a prompt that can never be answered, CapacityError for choices that could never run
         together; each says what would fit.
@@ -83,19 +91,20 @@ class Capacity:
         clamped = room if max_tokens is None else min(room, max_tokens)
         if n > self.max_num_seqs:
             raise CapacityError(
-                f"n: {n} choices can never run together, since at most {self.max_num_seqs} sequences can "
-                f"(max_num_seqs); what fits: n={self._most_choices(num_prompt_tokens, clamped, retention)}",
-                "n",
+                f"{n_field}: {n} choices can never run together, since at most {self.max_num_seqs} sequences can "
+                f"(max_num_seqs); what fits: {n_field}={self._most_choices(num_prompt_tokens, clamped, retention)}",
+                n_field,
             )
         needed = self.blocks_for_request(num_prompt_tokens, clamped, n, retention)
         if needed > self.num_blocks:
             if n == 1:
                 raise self._too_long(num_prompt_tokens, clamped, needed, retention)
             raise CapacityError(
-                f"n: {n} choices of {num_prompt_tokens} + {clamped} tokens need {needed} blocks of {self.block_size} "
-                f"tokens together, but the pool has {self.num_blocks} ({self.num_blocks * self.block_size} tokens); "
-                f"what fits: {self._what_fits(num_prompt_tokens, clamped, n, retention)}",
-                "n",
+                f"{n_field}: {n} choices of {num_prompt_tokens} + {clamped} tokens need {needed} blocks of "
+                f"{self.block_size} tokens together, but the pool has {self.num_blocks} "
+                f"({self.num_blocks * self.block_size} tokens); what fits: "
+                f"{n_field}={self._what_fits(num_prompt_tokens, clamped, n, retention)}",
+                n_field,
             )
         return clamped
 
@@ -121,9 +130,9 @@ class Capacity:
         )
 
     def _what_fits(self, num_prompt_tokens: int, max_tokens: int, n: int, retention: Retention | None) -> str:
-        most = f"n={self._most_choices(num_prompt_tokens, max_tokens, retention)}"
+        most = self._most_choices(num_prompt_tokens, max_tokens, retention)
         if retention is not None:
-            return most
+            return str(most)
         shared = num_prompt_tokens // self.block_size
         shorter = (shared + (self.num_blocks - shared) // n) * self.block_size - num_prompt_tokens + 1
         return f"{most} or max_tokens={max(1, shorter)}"

@@ -80,7 +80,10 @@ class Entrance:
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             message = f"min_tokens: {params.min_tokens} is more than max_tokens={params.max_tokens}"
             raise RequestError(message, "min_tokens")
-        return self.capacity.clamp(num_prompt_tokens, params.max_tokens, params.num_choices, retention), retention
+        max_tokens = self.capacity.clamp(
+            num_prompt_tokens, params.max_tokens, params.num_choices, retention, n_field=params.choices_field
+        )
+        return max_tokens, retention
 
     def _retention(self, params: SamplingParams, num_prompt_tokens: int) -> Retention | None:
         """What a request keeps of its text. Raises RequestError for settings that cannot work."""
