@@ -204,6 +204,64 @@ def test_a_form_that_costs_too_much_is_the_requests_fault(server, form, stream, 
     assert not caplog.records
 
 
+FORMATS = {  # as `response_format` -> what is said of it
+    "schema": ({"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}, "response_format: json_schema: "),
+    "ends": ({"type": "json_object"}, "response_format: an answer ends where its form is complete"),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES[:2])
+@pytest.mark.parametrize(("form", "said"), FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_is_called_what_the_client_calls_it(server, route, form, said, stream):
+    """Not structured_outputs, which is what the engine makes of it."""
+    body = BASE | {"response_format": form, "stream": stream, "ignore_eos": said.endswith("complete")}
+    error = error_of(server.post(route, body), param="response_format")
+    assert error["message"].startswith(said)
+    assert "structured_outputs" not in error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES[:2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_that_costs_too_much(server, route, stream):
+    """The error comes from inside of a step, and may come within a stream."""
+    schema = {"type": "string", "pattern": "^" + "(" * 11 + "a" + "{9})" * 11 + "$"}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    response = server.post(route, BASE | {"response_format": form, "max_tokens": 9, "stream": stream})
+    error = events_of(response.text)[-1]["error"] if stream else error_of(response)
+    assert error["param"] == "response_format"
+    assert error["message"].startswith("response_format: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 900}, "n"),
+        ({"best_of": 900}, "best_of"),
+        ({"n": 2, "best_of": 900}, "best_of"),
+        ({"n": 30, "use_beam_search": True}, "n"),
+        ({"n": 2, "best_of": 30, "use_beam_search": True}, "best_of"),
+        ({"n": 16, "max_tokens": 900, "ignore_eos": True}, "n"),
+        ({"best_of": 16, "max_tokens": 900, "ignore_eos": True}, "best_of"),
+        # two fields that contradict each other: the first of them
+        ({"n": 4, "best_of": 2}, "best_of"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": None, "max_completion_tokens": 3}, "min_tokens"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "use_beam_search": True, "n": 2}, "use_beam_search"),
+    ],
+)
+@pytest.mark.parametrize("route", ROUTES[:2])
+def test_the_field_at_fault_is_one_that_was_sent(server, route, fields, param):
+    message = error_of(server.post(route, BASE | fields), param=param)["message"]
+    assert message.startswith(f"{param}: ")
+    assert ("max_completion_tokens" in message) == ("max_completion_tokens" in fields)
+    assert "structured_outputs" not in message or "structured_outputs" in fields
+
+
 def test_arguments_of_a_template_say_nothing_of_ours(server):
     for name in ("self", "messages", "tokenize"):
         error = error_of(server.post("/v1/chat/completions", {**BASE, "chat_template_kwargs": {name: 1}}))

@@ -27,7 +27,7 @@ async def leave_all(streams: Sequence[RequestStream]) -> None:
 
 
 async def finish_all(streams: Sequence[RequestStream]) -> list[RequestOutput]:
-    """The whole answers, of streams with `output_kind="final"`. Raises ApiError if one failed; then all end."""
+    """The whole answers, of streams with `output_kind="final"`. Raises what `check_outcome` raises; then all end."""
     try:
         await start_all(streams)
         outputs = [await stream.__anext__() for stream in streams]  # all run; each waits in its mailbox
@@ -41,7 +41,7 @@ async def finish_all(streams: Sequence[RequestStream]) -> list[RequestOutput]:
 async def read_all(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(place of the stream, what is new there), as it comes, of streams that were started. Leaves them at the end.
 
-    Raises ApiError if one fails.
+    Raises what `check_outcome` raises.
     """
     if len(streams) == 1:
         try:

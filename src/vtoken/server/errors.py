@@ -6,6 +6,7 @@ Messages never hold the name of a class, a path or a traceback; those go to the 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 
 from starlette.responses import JSONResponse, Response
@@ -69,11 +70,11 @@ def as_api_error(error: BaseException, renamed: Mapping[str, str] | None = None)
 
 def _refused(error: RequestError, renamed: Mapping[str, str]) -> ApiError:
     message, field = str(error), error.field
-    if field is not None and field in renamed:
-        new = renamed[field]
-        message = new + message.removeprefix(field) if message.startswith(f"{field}:") else message
-        field = new
-    return ApiError(400, message, param=field)
+    for old, new in renamed.items():
+        # A name of one word is a field where a message begins with it; elsewhere it is a word, and may be the client's.
+        place = rf"(?<!\w){old}(?!\w)" if "_" in old else rf"^{old}(?=:)"
+        message = re.sub(place, new, message)
+    return ApiError(400, message, param=field if field is None else renamed.get(field, field))
 
 
 def failed() -> ApiError:
@@ -86,12 +87,12 @@ def unavailable(why: str) -> ApiError:
 
 
 def check_outcome(output: RequestOutput) -> None:
-    """Raise ApiError if a request did not end as it should: its form cost too much, it failed in a step, or was
-    aborted by somebody else than its client."""
+    """Raise RequestError if a request's form cost too much; ApiError if it failed in a step, or was aborted by somebody
+    else than its client."""
     for choice in output.outputs:
         if choice.error is not None and choice.error.startswith("structured_outputs:"):
             # What a form costs is known only where its text leads: a limit on that is the request's, not our fault.
-            raise ApiError(400, choice.error, param="structured_outputs")
+            raise RequestError(choice.error, "structured_outputs")
         if choice.finish_reason == "error":
             logger.error("request %s failed: %s", output.request_id, choice.error)
             raise failed()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -85,11 +85,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], renamed: Mapping[str, str]) -> None:
+        """`renamed`: see `as_api_error`."""
         # Proxies such as nginx would otherwise keep events back until there are enough of them.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._renamed = renamed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -111,6 +113,6 @@ class EventStream(Response):
         except OSError:  # the client has gone
             return
         except Exception as error:
-            last = b"data: " + json.dumps(as_api_error(error).body()).encode() + b"\n\n"
+            last = b"data: " + json.dumps(as_api_error(error, self._renamed).body()).encode() + b"\n\n"
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

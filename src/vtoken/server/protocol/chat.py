@@ -92,6 +92,10 @@ class ChatRequest(SamplingFields):
     )
     echo: bool = setting("Not supported here, only false.", expected=_SWITCH, default=False)
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        return super().renamed | {"prompt": "messages", "logprobs": "top_logprobs"}
+
     def check_together(self) -> None:
         super().check_together()
         if self.max_completion_tokens == 0:

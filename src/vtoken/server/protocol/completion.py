@@ -46,6 +46,11 @@ class CompletionRequest(SamplingFields):
     )
     suffix: str | None = setting("What follows the answer; not supported but for ''.", expected="text", default=None)
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        is_scored = self.echo and self.logprobs is not None
+        return super().renamed | ({"prompt_logprobs": "logprobs"} if is_scored else {})
+
     def check_together(self) -> None:
         super().check_together()
         if self.suffix:

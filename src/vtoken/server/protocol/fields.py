@@ -176,6 +176,17 @@ class CommonFields(RequestFields):
     def sends_usage_always(self) -> bool:
         return self.sends_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Names that the engine's messages have -> what this request calls the same."""
+        renamed = {}
+        if self.max_completion_tokens is not None:
+            renamed["max_tokens"] = "max_completion_tokens"
+        if self.response_format is not None:
+            renamed["structured_outputs: json"] = "response_format: json_schema"
+            renamed["structured_outputs"] = "response_format"
+        return renamed
+
     def check_together(self) -> None:
         """Raise RequestError for fields that do not go together, or ask for what there is not."""
         if self.stream_options is not None and not self.stream:

@@ -33,8 +33,6 @@ from vtoken.server.system_pins import find_system
 
 router = APIRouter(tags=["answers"])
 
-_RENAMED = {"prompt": "messages", "logprobs": "top_logprobs"}  # what the engine calls them
-
 
 @router.post("/v1/chat/completions", **takes(ChatRequest, ChatResponse, streams=True))
 async def create_chat_completion(request: Request) -> Response:
@@ -47,10 +45,10 @@ async def create_chat_completion(request: Request) -> Response:
     try:
         if asked.stream:
             chat = await until_disconnect(request, _started(state, asked))
-            return EventStream(chat.events())
+            return EventStream(chat.events(), asked.renamed)
         chat, output = await until_disconnect(request, _finished(state, asked))
     except VtokenError as error:
-        raise state.explain(error, _RENAMED) from error
+        raise state.explain(error, asked.renamed) from error
     return Response(chat.whole(output).model_dump_json(exclude_unset=True), media_type="application/json")
 
 

@@ -42,11 +42,10 @@ async def create_completion(request: Request) -> Response:
         completion = Completion(state, asked, asked.prompts(state.settings.max_prompts))
         if asked.stream:
             await until_disconnect(request, start_all(completion.streams))
-            return EventStream(completion.events())
+            return EventStream(completion.events(), asked.renamed)
         outputs = await until_disconnect(request, finish_all(completion.streams))
     except VtokenError as error:
-        renamed = {"prompt_logprobs": "logprobs"} if asked.echo and asked.logprobs is not None else None
-        raise state.explain(error, renamed) from error
+        raise state.explain(error, asked.renamed) from error
     return Response(completion.whole(outputs).model_dump_json(exclude_unset=True), media_type="application/json")
 
 
