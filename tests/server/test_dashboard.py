@@ -56,6 +56,18 @@ def checked_text(server: Served, path: str) -> str:
     return response.text
 
 
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_slash_behind_it_leads_to_the_page(folder, prefix):
+    """Without a key, and to the place that the client knows, whether or not a proxy cuts the root path off."""
+    with serve(folder, api_key="sesame", root_path="/llm") as served:
+        told = served.http.get(f"{prefix}/dashboard/")
+        assert (told.status_code, told.headers["location"]) == (307, "../dashboard")
+        found = served.http.get(f"{prefix}/dashboard/", follow_redirects=True)
+        assert (found.status_code, found.url.path) == (200, f"{prefix}/dashboard")
+        assert found.text == page()[0]
+        error_of(served.http.get(f"{prefix}/dashboard//"), 401)
+
+
 def test_the_page_holds_itself_and_nothing_else(server: Served) -> None:
     response = server.http.get("/dashboard")
     assert response.status_code == 200

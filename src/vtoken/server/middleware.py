@@ -17,7 +17,7 @@ from vtoken.server.errors import ApiError, as_api_error, unavailable
 from vtoken.server.state import ServerState
 
 # Everything else needs a key where there are keys, also what other modules add.
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/dashboard"})  # of the dashboard only the page, without data
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/dashboard", "/dashboard/"})  # of it only the page, without data
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _METHODS = "GET, HEAD, POST, OPTIONS"
 

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Query, Response
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
 from vtoken.base.errors import EngineError
 from vtoken.engine.async_llm import AsyncLLM
@@ -47,6 +47,11 @@ def dashboard_router(llm: AsyncLLM, *, title: str = "") -> APIRouter:
         content, policy = page()
         headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
         return HTMLResponse(content, headers=headers | {"X-Content-Type-Options": "nosniff"})
+
+    @router.get("/")
+    async def slashed() -> Response:
+        """The page's place is its name without a slash, as what it asks for is beside it; under any path of a proxy."""
+        return RedirectResponse("../dashboard")
 
     @router.get("/state")
     async def state() -> Response:
