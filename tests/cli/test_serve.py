@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from vtoken.cli import serve
 from vtoken.server.settings import ServerSettings
 
 Vtoken = Callable[..., Ran]
+TLS = Path(__file__).parent / "tls"
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +150,58 @@ def test_a_port_in_use_is_heard_of_before_the_model_is_loaded(vtoken, folder, st
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("certificate", "key", "said"),
+    [
+        ("nowhere.pem", None, "--ssl-certfile: the file 'nowhere.pem' cannot be read: No such file or directory"),
+        (".", None, "--ssl-certfile: the file '.' cannot be read: Is a directory"),
+        ("README.md", "key.pem", "--ssl-certfile: there is no certificate in PEM form in 'README.md'"),
+        ("key.pem", "key.pem", "--ssl-certfile: there is no certificate in PEM form in 'key.pem'"),
+        (
+            "certificate.pem",
+            None,
+            "--ssl-certfile: 'certificate.pem' holds no private key in PEM form that can be used",
+        ),
+        ("certificate.pem", "nowhere.pem", "--ssl-keyfile: the file 'nowhere.pem' cannot be read: No such file"),
+        (
+            "certificate.pem",
+            "README.md",
+            "--ssl-keyfile: 'README.md' holds no private key in PEM form that can be used",
+        ),
+        ("certificate.pem", "certificate.pem", "--ssl-keyfile: 'certificate.pem' holds no private key in PEM form"),
+        (
+            "certificate.pem",
+            "other_key.pem",
+            "--ssl-keyfile: 'other_key.pem' holds a private key of another certificate",
+        ),
+        ("certificate.pem", "locked_key.pem", "--ssl-keyfile: 'locked_key.pem' holds a key with a password"),
+    ],
+)
+def test_a_certificate_that_cannot_be_used(vtoken, folder, started, monkeypatch, certificate, key, said):
+    """Heard of before the model is loaded, in one line."""
+    monkeypatch.chdir(TLS)
+    options = ["--ssl-certfile", certificate, *(() if key is None else ("--ssl-keyfile", key))]
+    ran = vtoken("serve", str(folder), "--port", "0", *options)
+    assert ran.code == 2
+    assert ran.err.startswith(f"error: {said}")
+    assert ran.err.count("\n") == 1
+    assert not started
+
+
+def test_https(folder, tmp_path):
+    """With the key in a file of its own, or in that of the certificate, which is what --ssl-certfile alone means."""
+    both = tmp_path / "both.pem"
+    both.write_text((TLS / "certificate.pem").read_text() + (TLS / "key.pem").read_text())
+    for options in (
+        ["--ssl-certfile", f"{TLS}/certificate.pem", "--ssl-keyfile", f"{TLS}/key.pem"],
+        ["--ssl-certfile", str(both)],
+    ):
+        with process(folder, "--num-blocks", "1024", *options) as (_, url, _):
+            assert url.startswith("https://")
+            trusted = ssl.create_default_context(cafile=str(TLS / "certificate.pem"))
+            assert httpx.get(f"{url}/health", verify=trusted).status_code == 200
+
+
 def test_a_variable_that_means_nothing_is_told(vtoken, folder, started, monkeypatch, caplog):
     monkeypatch.setenv("VTOKEN_PRT", "1")
     monkeypatch.setenv("VTOKEN_CACHE", str(folder))
@@ -178,7 +232,7 @@ def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str]
             lines.append(line)
             if "(Ctrl-C ends it)" in line:  # told once it listens
                 break
-        found = re.search(r"at (http://\S+)/v1", "".join(lines))
+        found = re.search(r"at (https?://\S+)/v1", "".join(lines))
         assert found, lines
         yield started, found[1], lines
     finally:

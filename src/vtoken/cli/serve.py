@@ -13,6 +13,7 @@ from vtoken.base.config import EngineConfig
 from vtoken.base.errors import ConfigError
 from vtoken.cli.config_file import read_defaults, warn_of_unknown_variables
 from vtoken.cli.options import takes
+from vtoken.server.certificate import check_certificate
 from vtoken.server.settings import ServerSettings
 
 _SMALLEST_SWAP = 1 << 20  # bytes; vLLM's --swap-space counts GiB, and a number without a unit is most likely meant so
@@ -69,6 +70,7 @@ def serve(
         raise ConfigError(
             f"swap_space={engine_config.swap_space} is that many bytes; write {engine_config.swap_space}GiB for GiB"
         )
+    check_certificate(settings)
     from vtoken.engine.precheck import precheck
 
     precheck(engine_config)  # torch takes seconds to import

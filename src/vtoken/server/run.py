@@ -70,10 +70,6 @@ def run(app: FastAPI, taken: socket.socket, on_listening: Callable[[], None] | N
         ssl_keyfile=settings.ssl_keyfile,
         server_header=False,
     )
-    try:
-        config.load()
-    except OSError as error:  # of the certificate
-        raise ConfigError(f"ssl_certfile: it cannot be used: {error.strerror or error}") from None
     logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
     asyncio.run(_serve(_Server(config, on_listening), state, taken))
 
