@@ -130,6 +130,11 @@ def test_what_cannot_be_is_one_line(vtoken, folder, line, said):
         ("port: {a: 1}", "port: expected a value, or a list of values"),
         ("port: many", "expected a whole number, got 'many'"),
         ("config: x", "unknown option 'config'"),
+        ("port: 1\n# as we said\nport: 2", "'port' at line 3 was set at line 1 already; leave one of them out"),
+        ("num-blocks: 8\nnum_blocks: 8", "num-blocks' at line 2 was set at line 1 already"),
+        ("num-blocks: 8\nnum-gpu-blocks-override: 9", "'num-gpu-blocks-override' at line 2 was set at line 1 already"),
+        ("{port: 1, seed: 2, port:}", "'port' at line 1 was set at line 1 already"),
+        ("port: &port [*port]", "port: expected a value, or a list of values"),
     ],
 )
 def test_a_config_file_that_is_wrong(vtoken, tmp_path, text, said):

@@ -41,10 +41,13 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
 def read_options(path: Path, names: dict[str, str]) -> dict[str, Any]:
     """What a file says, as text that the options themselves read. `names`: as they may be written -> of the option.
 
-    Raises ConfigError for a file that cannot be read, and for names and values that are no options.
+    Raises ConfigError for a file that cannot be read, for names and values that are no options, and for an option that
+    is there twice.
     """
     try:
-        found = yaml.load(path.expanduser().read_text(encoding="utf-8"), _Texts)
+        loader = _Texts(path.expanduser().read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        found = None if node is None else loader.construct_document(node)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {reason}") from None
@@ -55,8 +58,9 @@ def read_options(path: Path, names: dict[str, str]) -> dict[str, Any]:
         raise ConfigError(f"the config file {str(path)!r} is no YAML{where}: {problem}") from None
     if found is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"the config file {str(path)!r}: expected lines such as 'port: 8000'")
+    _check_unique(node, names, path)
     options = {}
     for written, value in found.items():
         name = names.get(str(written).replace("-", "_"))
@@ -66,6 +70,21 @@ def read_options(path: Path, names: dict[str, str]) -> dict[str, Any]:
         if value is not None:
             options[name] = _as_text(written, value, path)
     return options
+
+
+def _check_unique(node: yaml.MappingNode, names: dict[str, str], path: Path) -> None:
+    """YAML forbids a key that is there twice, and its loader takes the last one; two spellings are one option, too."""
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line = names.get(str(key.value).replace("-", "_")), key.start_mark.line + 1
+        if name is None:  # refused by the caller
+            continue
+        if name in lines:
+            raise ConfigError(
+                f"the config file {str(path)!r}: {key.value!r} at line {line} was set at line {lines[name]} already; "
+                "leave one of them out"
+            )
+        lines[name] = line
 
 
 def _as_text(name: object, value: Any, path: Path) -> str | list[str]:
