@@ -134,13 +134,14 @@ class Tokenizer:
         return token_ids
 
     def _check_length(self, text: str, field: str) -> None:
+        """Raise RequestError for a text that is too long in any spelling: nobody is to wait until that is tokenized."""
         if self.max_tokens is None or self._most_bytes_per_token is None:
             return
         least = len(text) // self._most_bytes_per_token
         if least > self.max_tokens:
             raise RequestError(
-                f"{field}: {len(text)} characters, at least {least} tokens, leave no room for an answer: a sequence "
-                f"may have {self.max_tokens} tokens (max_model_len), so a prompt at most {self.max_tokens - 1}",
+                f"{field}: {len(text)} characters are at least {least} tokens, which is too much to be tokenized here: "
+                f"a sequence may have {self.max_tokens} tokens (max_model_len)",
                 field,
             )
 
