@@ -16,6 +16,7 @@ import uvicorn
 
 from vtoken import AsyncLLM
 from vtoken.server.app import create_app
+from vtoken.server.connection import Connection
 from vtoken.server.settings import ServerSettings
 
 ENGINE = {"num_blocks": 256, "max_model_len": 1024, "max_num_batched_tokens": 64, "max_num_seqs": 16, "seed": 0}
@@ -107,7 +108,9 @@ def serve(folder: Path, engine: dict[str, Any] | None = None, **settings: Any) -
         **ENGINE | (engine or {}),
     )
     app = create_app(llm, server_settings)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=Connection, port=0, log_level="warning", timeout_graceful_shutdown=5)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started)

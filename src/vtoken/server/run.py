@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from vtoken.base.errors import ConfigError
 from vtoken.engine.advice import advise
+from vtoken.server.connection import Connection
 from vtoken.server.settings import ServerSettings
 from vtoken.server.state import ServerState
 
@@ -63,6 +64,7 @@ def run(app: FastAPI, taken: socket.socket, on_listening: Callable[[], None] | N
     settings = state.settings
     config = uvicorn.Config(
         app,
+        http=Connection,
         log_level=settings.log_level,
         timeout_keep_alive=int(settings.keep_alive_timeout),
         timeout_graceful_shutdown=int(_LAST_WORDS),

@@ -1,0 +1,70 @@
+"""One connection: uvicorn's protocol, and that nobody may take for ever to say what he wants."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from vtoken.server.body import PATIENCE
+
+_TOO_SLOW = b"the rest of the request's head did not come in time"
+
+
+class Connection(HttpToolsProtocol):
+    """Closed where the head of a request is not there `PATIENCE` seconds after the connection was made, or after the
+    first byte of a later one, for which uvicorn waits for ever. Bodies that stop, and pauses between requests, have
+    their limits elsewhere."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        # Not by `on_message_begin` alone, which is not told of line ends in front of a request; they end a pause, too.
+        if self._is_idle:
+            self._wait()
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._wait()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_waiting()  # for a body that nobody read
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(PATIENCE, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _give_up(self) -> None:
+        self._waiting = None
+        if not self._is_idle:
+            self._wait()  # what was asked for before is still being answered here
+        elif not self.transport.is_closing():
+            if self.scope is not None:  # else not a byte has come: browsers connect in advance
+                head = (
+                    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+                )
+                self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(_TOO_SLOW), _TOO_SLOW))
+            self.transport.close()

@@ -1,0 +1,102 @@
+"""Clients that take their time: none holds a connection for ever before it has said what it wants."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+
+import pytest
+
+from tests.server.serving import MODEL, Served
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vtoken.server.connection.PATIENCE", 0.3)
+
+
+def connect(server: Served) -> socket.socket:
+    connection = socket.create_connection(server.http.base_url.netloc.decode().split(":"))
+    connection.settimeout(20)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """Whatever comes until the server closes the connection."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def dribble(connection: socket.socket, sign: bytes) -> None:
+    """Send it again and again, until the server has closed the connection or answers."""
+    for _ in range(1000):
+        if select.select([connection], [], [], 0.02)[0]:
+            return
+        connection.sendall(sign)
+    raise AssertionError("the server listens to everything")
+
+
+def test_a_head_that_stops(server):
+    with connect(server) as connection:
+        connection.sendall(HEAD)
+        answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert answer.endswith(b"the rest of the request's head did not come in time")
+
+
+def test_a_connection_without_a_word(server):
+    """Closed, and nothing is said: a browser that connected in advance would take it for an answer."""
+    with connect(server) as connection:
+        assert rest(connection) == b""
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("begin", "sign"), [(HEAD, b"x"), (b"", b"\r\n"), (b"G", b"E")], ids=["head", "ends", "method"]
+)
+def test_a_head_that_dribbles(server, is_first, begin, sign):
+    """Each byte is in time, and the whole is not."""
+    with connect(server) as connection:
+        if not is_first:
+            connection.sendall(HEAD + b"\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(begin)
+        dribble(connection, sign)
+
+
+def test_a_whole_head_in_pieces(server):
+    with connect(server) as connection:
+        for part in (HEAD, b"no", b"\r\n", b"\r\n"):
+            connection.sendall(part)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("behind", [b"", HEAD])
+def test_an_answer_takes_as_long_as_it_takes(server, behind):
+    """Also where the next request was begun on the same connection."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    content = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    with connect(server) as connection:
+        connection.sendall(
+            head % len(content) + (b"" if behind else b"Connection: close\r\n") + b"\r\n" + content + behind
+        )
+        answer = rest(connection)
+    assert b"data: [DONE]" in answer
+    assert (b"HTTP/1.1 408" in answer) == bool(behind)
+
+
+def test_a_body_that_nobody_waits_for(server):
+    """It was answered before it came; the connection is good for another request."""
+    with connect(server) as connection:
+        head = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+        connection.sendall(head)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"body")
+        connection.sendall(HEAD + b"\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
