@@ -19,34 +19,67 @@ if TYPE_CHECKING:
     from vtoken.policies.registry import PolicyEntry
 
 
-def policies(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+def policies(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Show all there is to know of these.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything, instead of a table.")] = False,
+) -> None:
     """Show the policies that --kv-policy takes, those of installed packages included.
 
-    A policy says which tokens may die. Parameters are set behind its name:
+    A policy says which tokens may die. What one looks at, protects and takes:
+
+        vtoken policies h2o
+
+    Parameters are set behind its name:
 
         vtoken generate MODEL -p TEXT --kv-policy h2o:recent=64 --kv-budget 256
-
-        vtoken policies --json
     """
-    from vtoken.policies.registry import list_policies
-
-    entries = [_usable(entry) for entry in list_policies()]
+    entries = [_usable(entry) for entry in _entries(names or [])]
     if as_json:
         typer.echo(json.dumps([_record(entry) for entry in entries], indent=2, default=str))
         return
-    # One fact a row: a column for each would leave none of them room in a terminal.
     table = Table.grid(padding=(0, 2, 0, 0))
     for entry in entries:
+        if not names:
+            table.add_row(Text(_printable(entry.name)), Text(_printable(_line(entry))))
+            continue
+        # One fact a row: a column for each would leave none of them room in a terminal.
         name = entry.name
         for what, text in _facts(entry):
-            table.add_row(name, what, Text(_printable(text)))
+            table.add_row(Text(_printable(name)), what, Text(_printable(text)))
             name = ""
     Console().print(table)
+    if not names:
+        typer.echo("\nMore of one: vtoken policies NAME")
+
+
+def _entries(names: list[str]) -> list[PolicyEntry]:
+    """Those of these names, or all. Raises ConfigError for a name that is none, with what there is or why not."""
+    from vtoken.policies.registry import list_policies, policy_class
+
+    entries = list_policies()
+    if not names:
+        return entries
+    known = {entry.name for entry in entries}
+    for name in names:
+        if name not in known:
+            policy_class(name)
+    return [entry for name in dict.fromkeys(names) for entry in entries if entry.name == name]
+
+
+def _line(entry: PolicyEntry) -> str:
+    """What a list has room for."""
+    package = "" if entry.package is None else f" ({entry.package})"
+    if entry.policy is None:
+        return f"{entry.error}{package}"
+    return (entry.about or entry.policy.source) + package
 
 
 def _usable(entry: PolicyEntry) -> PolicyEntry:
     """The entry, without its policy if that cannot say what there is to show: it may be anybody's."""
     try:
+        _line(entry)
         for _, text in _facts(entry):
             _printable(text)
         json.dumps(_record(entry), default=str)
@@ -63,7 +96,7 @@ def _printable(text: str) -> str:
 
 
 def _facts(entry: PolicyEntry) -> Iterator[tuple[str, str]]:
-    """What to show of a policy, and its name."""
+    """What to show of a policy, and what that is called."""
     if entry.package is not None:
         yield "package", entry.package
     if entry.error is not None:
@@ -71,6 +104,8 @@ def _facts(entry: PolicyEntry) -> Iterator[tuple[str, str]]:
     policy = entry.policy
     if policy is None:
         return
+    if entry.about:
+        yield "in short", entry.about
     yield "reads", "; ".join(need.about for need in policy.needs) or "positions only"
     yield "protects", _protects(policy)
     yield "decides", _strides(policy)
@@ -104,6 +139,7 @@ def _record(entry: PolicyEntry) -> dict[str, Any]:
     if policy is None:
         return record
     return record | {
+        "about": entry.about,
         "parameters": entry.parameters,
         "needs": [{"name": need.name, "about": need.about} for need in policy.needs],
         "sinks": policy.sinks,

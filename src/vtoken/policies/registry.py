@@ -69,6 +69,14 @@ class PolicyEntry:
     error: str | None = None  # why it cannot be used
 
     @property
+    def about(self) -> str:
+        """The first paragraph of its class's docstring, in one line; "" if it has none."""
+        of = type(self.policy)
+        written = inspect.cleandoc(of.__doc__ or "").partition("\n\n")[0]
+        # Without one, a dataclass is given its signature.
+        return "" if self.policy is None or written.startswith(f"{of.__name__}(") else " ".join(written.split())
+
+    @property
     def parameters(self) -> dict[str, Any]:
         """What may be set behind its name, and the defaults."""
         return {} if self.policy is None else dict(defaults_of(type(self.policy)))
