@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -14,6 +16,13 @@ class Ran(NamedTuple):
     code: int | str | None
     out: str
     err: str
+
+
+def process(*arguments: str, stdout: int, buffered: bool = True) -> subprocess.Popen[str]:
+    """`vtoken` in a process of its own, with standard output where a test wants it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "" if buffered else "1"}
+    command = [sys.executable, "-c", "from vtoken.cli.main import run; run()", *arguments]
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny_models, tiny_tokenizers
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Ran, process
 from vtoken import LLM, SamplingParams
 
 Vtoken = Callable[..., Ran]
@@ -96,6 +96,14 @@ def test_verbose_shows_what_was_settled_at_start(vtoken: Vtoken, plain_model: st
     logging.getLogger("vtoken").setLevel(logging.NOTSET)
     vtoken("generate", plain_model, "-p", "x", *SMALL)
     assert not caplog.records
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_an_answer_that_cannot_be_written(plain_model: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = process("generate", plain_model, "-p", "x", *SMALL, stdout=full.fileno())
+        assert ran.communicate()[1] == "error: No space left on device: the output is not whole\n"
+    assert ran.returncode == 1
 
 
 def test_stats_show_what_the_memory_did(vtoken: Vtoken, plain_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

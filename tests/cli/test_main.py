@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import vtoken as package
-from tests.cli.conftest import Ran
+from tests.cli.conftest import Ran, process
 from vtoken.base.config import EngineConfig
 from vtoken.base.sampling_params import SamplingParams
 
@@ -94,6 +95,30 @@ def test_our_own_failure_is_one_line_and_exit_code_1(vtoken: Vtoken, monkeypatch
 
     monkeypatch.setattr("vtoken.models.catalog.get_model", broken)
     assert vtoken("models", "get", "smollm2-135m") == (1, "", "error: the step failed\n")
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("line", [["--version"], ["--help"], ["policies"], ["policies", "--json"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(line: list[str], buffered: bool) -> None:
+    with FULL.open("w") as full:
+        ran = process(*line, stdout=full.fileno(), buffered=buffered)
+        assert ran.communicate()[1] == "error: No space left on device: the output is not whole\n"
+    assert ran.returncode == 1
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("line", [["--version"], ["policies"], ["policies", "--json"]], ids=" ".join)
+def test_a_reader_who_has_seen_enough_is_told_nothing(line: list[str], buffered: bool) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = process(*line, stdout=writing, buffered=buffered)
+    os.close(writing)
+    assert ran.communicate()[1] == ""
+    assert ran.returncode == 1
 
 
 def test_models_get_prints_the_folder_alone_on_stdout(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -27,6 +29,8 @@ A model is a Hugging Face checkpoint folder, a .gguf file, or a name that `vtoke
 
 Only `models get` ever asks the network.
 """
+
+_CANNOT_BE_WRITTEN = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 app = typer.Typer(
     help=_ABOUT,
@@ -65,12 +69,22 @@ def run() -> None:
     """Entry point. A failure is one line on stderr: exit code 2 for what the user can mend, 1 for anything else."""
     try:
         code = app(standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be written should not be known only when Python ends
     except typer.TyperException as error:  # of the command line itself
         _fail(_explain(error) + "; see --help", error.exit_code)
     except (vtoken.ConfigError, vtoken.RequestError, vtoken.CheckpointError) as error:
         _fail(str(error), 2)
     except vtoken.VtokenError as error:
         _fail(str(error), 1)
+    except OSError as error:
+        if error.errno not in _CANNOT_BE_WRITTEN:
+            raise
+        if sys.stdout is not None:  # Python tries once more when it ends, and would tell of that too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # whoever read it has seen enough
+            sys.exit(1)
+        _fail(f"{error.strerror}: the output is not whole", 1)
     sys.exit(code)
 
 
