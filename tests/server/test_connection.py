@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import select
 import socket
+from http.client import HTTPResponse
 
 import pytest
 
@@ -22,6 +23,14 @@ def connect(server: Served) -> socket.socket:
     connection = socket.create_connection(server.http.base_url.netloc.decode().split(":"))
     connection.settimeout(20)
     return connection
+
+
+def status(connection: socket.socket) -> int:
+    """Of the next answer, which is read to its end."""
+    with HTTPResponse(connection) as answer:
+        answer.begin()
+        answer.read()
+        return answer.status
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -64,7 +73,7 @@ def test_a_head_that_dribbles(server, is_first, begin, sign):
     with connect(server) as connection:
         if not is_first:
             connection.sendall(HEAD + b"\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            assert status(connection) == 200
         connection.sendall(begin)
         dribble(connection, sign)
 
@@ -73,7 +82,7 @@ def test_a_whole_head_in_pieces(server):
     with connect(server) as connection:
         for part in (HEAD, b"no", b"\r\n", b"\r\n"):
             connection.sendall(part)
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert status(connection) == 200
 
 
 @pytest.mark.parametrize("behind", [b"", HEAD])
@@ -96,7 +105,7 @@ def test_a_body_that_nobody_waits_for(server):
     with connect(server) as connection:
         head = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
         connection.sendall(head)
-        assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+        assert status(connection) == 404
         connection.sendall(b"body")
         connection.sendall(HEAD + b"\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert status(connection) == 200
