@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
 
 from tests.cli.conftest import Ran
 from tests.server.serving import until
@@ -26,7 +28,23 @@ from vtoken.cli import serve
 from vtoken.server.settings import ServerSettings
 
 Vtoken = Callable[..., Ran]
-TLS = Path(__file__).parent / "tls"
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1, its key, the same key with a password, the key of another; who has signed it."""
+    folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
+    issued, other = authority.issue_cert("127.0.0.1"), authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(folder / "authority.pem")
+    issued.cert_chain_pems[0].write_to_path(folder / "certificate.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    other.private_key_pem.write_to_path(folder / "other_key.pem")
+    (folder / "words.txt").write_text("no certificate\n")
+    key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
+    locked = serialization.BestAvailableEncryption(b"sesame")
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (folder / "locked_key.pem").write_bytes(key.private_bytes(*form, locked))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +178,7 @@ def test_a_port_in_use_is_heard_of_before_the_model_is_loaded(vtoken, folder, st
     [
         ("nowhere.pem", None, "--ssl-certfile: the file 'nowhere.pem' cannot be read: No such file or directory"),
         (".", None, "--ssl-certfile: the file '.' cannot be read: Is a directory"),
-        ("README.md", "key.pem", "--ssl-certfile: there is no certificate in PEM form in 'README.md'"),
+        ("words.txt", "key.pem", "--ssl-certfile: there is no certificate in PEM form in 'words.txt'"),
         ("key.pem", "key.pem", "--ssl-certfile: there is no certificate in PEM form in 'key.pem'"),
         (
             "certificate.pem",
@@ -170,8 +188,8 @@ def test_a_port_in_use_is_heard_of_before_the_model_is_loaded(vtoken, folder, st
         ("certificate.pem", "nowhere.pem", "--ssl-keyfile: the file 'nowhere.pem' cannot be read: No such file"),
         (
             "certificate.pem",
-            "README.md",
-            "--ssl-keyfile: 'README.md' holds no private key in PEM form that can be used",
+            "words.txt",
+            "--ssl-keyfile: 'words.txt' holds no private key in PEM form that can be used",
         ),
         ("certificate.pem", "certificate.pem", "--ssl-keyfile: 'certificate.pem' holds no private key in PEM form"),
         (
@@ -182,9 +200,9 @@ def test_a_port_in_use_is_heard_of_before_the_model_is_loaded(vtoken, folder, st
         ("certificate.pem", "locked_key.pem", "--ssl-keyfile: 'locked_key.pem' holds a key with a password"),
     ],
 )
-def test_a_certificate_that_cannot_be_used(vtoken, folder, started, monkeypatch, certificate, key, said):
+def test_a_certificate_that_cannot_be_used(vtoken, folder, started, monkeypatch, tls, certificate, key, said):
     """Heard of before the model is loaded, in one line."""
-    monkeypatch.chdir(TLS)
+    monkeypatch.chdir(tls)
     options = ["--ssl-certfile", certificate, *(() if key is None else ("--ssl-keyfile", key))]
     ran = vtoken("serve", str(folder), "--port", "0", *options)
     assert ran.code == 2
@@ -193,17 +211,17 @@ def test_a_certificate_that_cannot_be_used(vtoken, folder, started, monkeypatch,
     assert not started
 
 
-def test_https(folder, tmp_path):
+def test_https(folder, tls, tmp_path):
     """With the key in a file of its own, or in that of the certificate, which is what --ssl-certfile alone means."""
     both = tmp_path / "both.pem"
-    both.write_text((TLS / "certificate.pem").read_text() + (TLS / "key.pem").read_text())
+    both.write_text((tls / "certificate.pem").read_text() + (tls / "key.pem").read_text())
     for options in (
-        ["--ssl-certfile", f"{TLS}/certificate.pem", "--ssl-keyfile", f"{TLS}/key.pem"],
+        ["--ssl-certfile", f"{tls}/certificate.pem", "--ssl-keyfile", f"{tls}/key.pem"],
         ["--ssl-certfile", str(both)],
     ):
         with process(folder, "--num-blocks", "1024", *options) as (_, url, _):
             assert url.startswith("https://")
-            trusted = ssl.create_default_context(cafile=str(TLS / "certificate.pem"))
+            trusted = ssl.create_default_context(cafile=str(tls / "authority.pem"))
             assert httpx.get(f"{url}/health", verify=trusted).status_code == 200
 
 
