@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from importlib import metadata
+from typing import TypeVar
 
-from vtoken.base.errors import describe
+from vtoken.base.errors import VtokenError, describe
+from vtoken.base.validation import shorten
+
+T = TypeVar("T")
 
 
 def find_entry_points(group: str) -> tuple[list[metadata.EntryPoint], dict[str, str]]:
@@ -27,6 +33,25 @@ def find_entry_points(group: str) -> tuple[list[metadata.EntryPoint], dict[str, 
 def package_of(point: metadata.EntryPoint) -> str:
     """Name and version of the package that offers it."""
     return point.value if point.dist is None else _name(point.dist)
+
+
+def load_class(
+    points: Sequence[metadata.EntryPoint], kind: type[T], owner: str, error: Callable[[str], VtokenError]
+) -> type[T]:
+    """Import the `kind` that packages offer under one name. Raises `error`, about the `owner` of the name, if more than
+    one does (there is at least one), if it cannot be imported, and if it is something else."""
+    packages = sorted({package_of(point) for point in points})
+    if len(points) > 1:
+        raise error(f"{owner} is offered more than once: {', '.join(packages)}; remove all but one")
+    try:
+        found = points[0].load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:  # whatever importing it does
+        raise error(f"{owner} of {packages[0]} cannot be loaded: {describe(failure)}") from failure
+    if not (inspect.isclass(found) and issubclass(found, kind)):
+        raise error(f"{owner} of {packages[0]} is no {kind.__name__}: {points[0].value} is {shorten(found)}")
+    return found
 
 
 def _may_offer(package: metadata.Distribution, group: str) -> bool:

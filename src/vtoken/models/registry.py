@@ -4,13 +4,11 @@ point group `vtoken.models`. Import paths, so that listing them costs no torch.
 
 from __future__ import annotations
 
-import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from vtoken.base.entry_points import find_entry_points, package_of
-from vtoken.base.errors import CheckpointError, describe
-from vtoken.base.validation import shorten
+from vtoken.base.entry_points import find_entry_points, load_class
+from vtoken.base.errors import CheckpointError
 
 if TYPE_CHECKING:
     from vtoken.models.base import CausalLM
@@ -52,18 +50,6 @@ def _third_party(architecture: str) -> type[CausalLM]:
     from vtoken.models.base import CausalLM  # here, for the sake of who only lists
 
     points = [point for point in find_entry_points(GROUP)[0] if point.name == architecture]
-    packages = sorted({package_of(point) for point in points})
-    if len(points) != 1:
-        offers = (
-            f"offered more than once: {', '.join(packages)}; remove all but one" if points else "not there any more"
-        )
-        raise CheckpointError(f"a class for {architecture} is {offers}")
-    try:
-        found = points[0].load()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever importing it does
-        raise CheckpointError(f"{architecture} of {packages[0]} cannot be loaded: {describe(error)}") from error
-    if not (inspect.isclass(found) and issubclass(found, CausalLM)):
-        raise CheckpointError(f"{architecture} of {packages[0]} is no CausalLM: {points[0].value} is {shorten(found)}")
-    return found
+    if not points:
+        raise CheckpointError(f"a class for {architecture} is not there any more")
+    return load_class(points, CausalLM, architecture, CheckpointError)  # type: ignore[type-abstract]

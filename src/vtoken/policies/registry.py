@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
-from vtoken.base.entry_points import find_entry_points, package_of
+from vtoken.base.entry_points import find_entry_points, load_class, package_of
 from vtoken.base.errors import ConfigError, describe
 from vtoken.base.registry import suggest
 from vtoken.base.validation import shorten
@@ -172,19 +172,9 @@ def _third_party(name: str) -> type[Policy]:
         hint = f"did you mean {same[0]!r}? " if same else suggest(name, known)
         missing = "".join(f"; {package}: {why}" for package, why in sorted(unreadable.items()))
         raise ConfigError(f"unknown kv_policy {name!r}; {hint}known: {', '.join(known)}{missing}")
-    packages = sorted({package_of(point) for point in points})
-    if len(points) > 1:
-        raise ConfigError(f"kv_policy {name!r} is offered more than once: {', '.join(packages)}; remove all but one")
-    try:
-        found = points[0].load()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever importing it does
-        raise ConfigError(f"kv_policy {name!r} of {packages[0]} cannot be loaded: {describe(error)}") from error
-    if not (inspect.isclass(found) and issubclass(found, Policy)):
-        raise ConfigError(f"kv_policy {name!r} of {packages[0]} is no Policy: {points[0].value} is {shorten(found)}")
-    if getattr(found, "name", None) != name:
-        raise ConfigError(
-            f"kv_policy {name!r} of {packages[0]} calls itself {getattr(found, 'name', None)!r}; both names must agree"
-        )
+    found = load_class(points, Policy, f"kv_policy {name!r}", ConfigError)  # type: ignore[type-abstract]
+    own = getattr(found, "name", None)
+    if own != name:
+        package = package_of(points[0])
+        raise ConfigError(f"kv_policy {name!r} of {package} calls itself {own!r}; both names must agree")
     return found
