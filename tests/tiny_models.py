@@ -6,35 +6,14 @@ zero, scores spread. A wrong row, mask or scale then shows in the logits.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 BOS = 256
 EOS = 257
@@ -69,241 +48,72 @@ def long_rope(num_frequencies: int, original: int = 64) -> dict[str, Any]:
     }
 
 
-def save_llama(
-    folder: Path,
-    *,
-    seed: int = 0,
-    vocab_size: int = VOCAB_SIZE,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int | None = None,
-    intermediate_size: int = 112,
-    max_position_embeddings: int = 512,
-    tied: bool = False,
-    rope: dict[str, Any] | None = None,
-    attention_bias: bool = False,
-    mlp_bias: bool = False,
-    eos_token_id: int | list[int] | None = None,
-    bos_token_id: int | None = None,
-    max_shard_size: str = "1GB",
-    tokenizer: bool = False,
-) -> Path:
-    """Write a `LlamaForCausalLM` checkpoint to `folder` and return it.
-
-    No stop id unless one is asked for, so that an answer's length is the test's choice. `max_shard_size="50KB"` makes
-    several shards with an index; `tokenizer=True` adds the byte-level one (with `bos_token_id=BOS, eos_token_id=EOS` if
-    the model is to know them).
-    """
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        rope_parameters=dict(rope) if rope else None,
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        tie_word_embeddings=tied,
-        eos_token_id=eos_token_id,
-        bos_token_id=bos_token_id,
-    )
-    return _save(LlamaForCausalLM(config), folder, seed, max_shard_size, tokenizer)
-
-
-def save_mistral(
-    folder: Path,
-    *,
-    seed: int = 0,
-    vocab_size: int = VOCAB_SIZE,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int | None = None,
-    intermediate_size: int = 112,
-    max_position_embeddings: int = 512,
-    sliding_window: int | None = 8,
-    tied: bool = False,
-    rope: dict[str, Any] | None = None,
-    eos_token_id: int | list[int] | None = None,
-    bos_token_id: int | None = None,
-    max_shard_size: str = "1GB",
-    tokenizer: bool = False,
-) -> Path:
-    """Write a `MistralForCausalLM` checkpoint to `folder` and return it; else as `save_llama`."""
-    config = MistralConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        sliding_window=sliding_window,
-        rope_parameters=dict(rope) if rope else None,
-        tie_word_embeddings=tied,
-        eos_token_id=eos_token_id,
-        bos_token_id=bos_token_id,
-    )
-    return _save(MistralForCausalLM(config), folder, seed, max_shard_size, tokenizer)
-
-
-def save_gpt2(
-    folder: Path,
-    *,
-    seed: int = 0,
-    vocab_size: int = VOCAB_SIZE,
-    hidden_size: int = 64,
-    num_layers: int = 3,
-    num_heads: int = 4,
-    intermediate_size: int | None = 112,
-    max_position_embeddings: int = 512,
-    tied: bool = True,
-    eos_token_id: int | list[int] | None = None,
-    bos_token_id: int | None = None,
-    max_shard_size: str = "1GB",
-    tokenizer: bool = False,
-    **switches: Any,
-) -> Path:
-    """Write a `GPT2LMHeadModel` checkpoint to `folder` and return it; `switches` are keys of its config."""
-    config = GPT2Config(
-        vocab_size=vocab_size,
-        n_embd=hidden_size,
-        n_inner=intermediate_size,
-        n_layer=num_layers,
-        n_head=num_heads,
-        n_positions=max_position_embeddings,
-        tie_word_embeddings=tied,
-        eos_token_id=eos_token_id,
-        bos_token_id=bos_token_id,
-        **switches,
-    )
-    return _save(GPT2LMHeadModel(config), folder, seed, max_shard_size, tokenizer)
-
-
-def save_opt(
-    folder: Path,
-    *,
-    seed: int = 0,
-    vocab_size: int = VOCAB_SIZE,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    intermediate_size: int = 112,
-    max_position_embeddings: int = 512,
-    tied: bool = True,
-    eos_token_id: int | list[int] | None = None,
-    bos_token_id: int | None = None,
-    max_shard_size: str = "1GB",
-    tokenizer: bool = False,
-    **switches: Any,
-) -> Path:
-    """Write an `OPTForCausalLM` checkpoint to `folder` and return it; `switches` are keys of its config."""
-    config = OPTConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        ffn_dim=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tied,
-        eos_token_id=eos_token_id,
-        bos_token_id=bos_token_id,
-        pad_token_id=None,
-        **{"word_embed_proj_dim": hidden_size} | switches,
-    )
-    return _save(OPTForCausalLM(config), folder, seed, max_shard_size, tokenizer)
-
-
-def save_gemma3(folder: Path, **changes: Any) -> Path:
-    """Write a `Gemma3ForCausalLM` checkpoint to `folder` and return it; else as `save_gemma2`."""
-    sizes, config = _gemma(changes)
-    config = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} | config
-    return _save(Gemma3ForCausalLM(Gemma3TextConfig(**config)), folder, **sizes)
-
-
-def save_gemma2(folder: Path, **changes: Any) -> Path:
-    """Write a `Gemma2ForCausalLM` checkpoint to `folder` and return it.
-
-    `changes` are keys of its config, or `seed`, `max_shard_size` and `tokenizer` as for the others.
-    """
-    sizes, config = _gemma(changes)
-    return _save(Gemma2ForCausalLM(Gemma2Config(**config)), folder, **sizes)
-
-
-def _gemma(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `_save` and of the config."""
-    arguments = {"seed": 0, "max_shard_size": "1GB", "tokenizer": False}
-    config = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 24,
-        "query_pre_attn_scalar": 20,
-        "max_position_embeddings": 512,
-        "sliding_window": 9,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": None,
-    }
-    chosen = {name: changes.pop(name, default) for name, default in arguments.items()}
-    return chosen, config | changes
-
-
-def save_qwen2(
-    folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", tokenizer: bool = False, **config: Any
-) -> Path:
-    """Write a `Qwen2ForCausalLM` checkpoint to `folder` and return it. `config` has transformers' names and wins over
-    sizes as `save_llama` has them. To a tokenizer beside this model transformers adds a token of its own."""
-    config = ({"vocab_size": VOCAB_SIZE + 1} if tokenizer else {}) | config
-    return _save(Qwen2ForCausalLM(Qwen2Config(**_SIZES | config)), folder, seed, max_shard_size, tokenizer)
-
-
-def save_qwen3(
-    folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", tokenizer: bool = False, **config: Any
-) -> Path:
-    """Write a `Qwen3ForCausalLM` checkpoint to `folder` and return it; else as `save_qwen2`."""
-    model = Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"head_dim": 24} | config))
-    return _save(model, folder, seed, max_shard_size, tokenizer)
-
-
-def save_phi3(
-    folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", tokenizer: bool = False, **config: Any
-) -> Path:
-    """Write a `Phi3ForCausalLM` checkpoint to `folder` and return it; else as `save_qwen2`."""
-    own = {"pad_token_id": None, "original_max_position_embeddings": config.get("max_position_embeddings", 512)}
-    model = Phi3ForCausalLM(Phi3Config(**_SIZES | own | config))
-    return _save(model, folder, seed, max_shard_size, tokenizer)
-
-
-def save_any(folder: Path, family: str, *, seed: int = 0, tokenizer: bool = False, **config: Any) -> Path:
-    """Write a checkpoint of `<family>ForCausalLM` or its like; `config` overrides sizes like those of the others."""
-    made = getattr(transformers, f"{family}Config")(**_SIZES | {"pad_token_id": None} | config)
-    kinds = (f"{family}{suffix}" for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
-    kind = next(kind for kind in kinds if hasattr(transformers, kind))
-    return _save(getattr(transformers, kind)(made), folder, seed, "1GB", tokenizer)
-
-
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
-    "intermediate_size": 112,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+    # No stop id unless one is asked for, so that an answer's length is the test's choice.
     "eos_token_id": None,
     "bos_token_id": None,
+    "pad_token_id": None,
 }
+_LLAMA: dict[str, Any] = {"intermediate_size": 112, "num_key_value_heads": 2}
+_GEMMA = _LLAMA | {"num_hidden_layers": 3, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 9}
+
+# What a family has beside `_SIZES`, or instead; those that are not here are like Llama.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "Mistral": _LLAMA | {"sliding_window": 8},
+    "GPT2": {"n_inner": 112, "num_hidden_layers": 3},
+    "OPT": {"ffn_dim": 112, "word_embed_proj_dim": None},  # None: as wide as the model
+    "Gemma2": _GEMMA,
+    "Gemma3": _GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "Qwen3": _LLAMA | {"head_dim": 24},
+}
+_SHORT_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "tied": "tie_word_embeddings",
+    "rope": "rope_parameters",
+}
+
+
+def save_any(
+    folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "1GB", tokenizer: bool = False, **config: Any
+) -> Path:
+    """Write a checkpoint of `<family>ForCausalLM` or its like to `folder` and return it.
+
+    `config` has transformers' names, or our short ones. `max_shard_size="50KB"` makes several shards with an index;
+    `tokenizer=True` adds the byte-level one (with `bos_token_id=BOS, eos_token_id=EOS` if the model is to know them).
+    """
+    kinds = (f"{family}{suffix}" for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    model = getattr(transformers, next(kind for kind in kinds if hasattr(transformers, kind)))
+    chosen = {_SHORT_NAMES.get(name, name): value for name, value in config.items()}
+    made = model.config_class(**_SIZES | _FAMILIES.get(family, _LLAMA) | chosen)
+    return _save(model(made), folder, seed, max_shard_size, tokenizer)
+
+
+save_llama = partial(save_any, family="Llama")
+save_mistral = partial(save_any, family="Mistral")
+save_gpt2 = partial(save_any, family="GPT2")
+save_opt = partial(save_any, family="OPT")
+save_gemma2 = partial(save_any, family="Gemma2")
+save_gemma3 = partial(save_any, family="Gemma3")
+save_qwen3 = partial(save_any, family="Qwen3")
+
+
+def save_qwen2(folder: Path, *, tokenizer: bool = False, **config: Any) -> Path:
+    """As `save_any`. To a tokenizer beside this model transformers adds a token of its own."""
+    room = {"vocab_size": VOCAB_SIZE + 1} if tokenizer else {}
+    return save_any(folder, "Qwen2", tokenizer=tokenizer, **room | config)
+
+
+def save_phi3(folder: Path, **config: Any) -> Path:
+    """As `save_any`; the rotation is that of the whole length unless a test says otherwise."""
+    length = config.get("max_position_embeddings", _SIZES["max_position_embeddings"])
+    return save_any(folder, "Phi3", **{"original_max_position_embeddings": length} | config)
 
 
 def save_tokenizer(folder: Path) -> Path:

@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "Starcoder2": {"sliding_window": 9},
     "SmolLM3": {"num_hidden_layers": 4},
-    "Gemma2": {"head_dim": 16, "sliding_window": 9},
+    "Gemma2": {"num_hidden_layers": 2, "head_dim": 16, "query_pre_attn_scalar": 256, "sliding_window": 9},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 

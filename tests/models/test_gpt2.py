@@ -20,8 +20,8 @@ from vtoken.models.loader import load_model
 VARIANTS: dict[str, Callable[[Path], Path]] = {
     "plain": save_gpt2,
     "untied": lambda f: save_gpt2(f, tied=False),
-    "inner-is-four-times-as-wide": lambda f: save_gpt2(f, intermediate_size=None),
-    "odd": lambda f: save_gpt2(f, hidden_size=33, num_heads=3, intermediate_size=53),
+    "inner-is-four-times-as-wide": lambda f: save_gpt2(f, n_inner=None),
+    "odd": lambda f: save_gpt2(f, hidden_size=33, num_heads=3, n_inner=53),
     "gelu": lambda f: save_gpt2(f, activation_function="gelu"),
     "relu": lambda f: save_gpt2(f, activation_function="relu"),
     "silu": lambda f: save_gpt2(f, activation_function="silu"),
@@ -42,7 +42,7 @@ def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [[5], [0, 1, 2, 3], list(range(70)), [9] * 33], ids=len)
 def test_a_token_does_not_feel_the_batch(batch: list[int], tmp_path: Path) -> None:
-    folder = save_gpt2(tmp_path / "model", hidden_size=60, intermediate_size=53)
+    folder = save_gpt2(tmp_path / "model", hidden_size=60, n_inner=53)
     assert_rows_stand_alone(load_model(folder), batch)
 
 

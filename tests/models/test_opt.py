@@ -26,7 +26,7 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
     "without-biases": lambda f: save_opt(f, enable_bias=False),
     "norms-without-weights": lambda f: save_opt(f, layer_norm_elementwise_affine=False),
     "without-the-last-norm": lambda f: save_opt(f, _remove_final_layer_norm=True),
-    "odd": lambda f: save_opt(f, hidden_size=33, num_heads=3, intermediate_size=53),
+    "odd": lambda f: save_opt(f, hidden_size=33, num_heads=3, ffn_dim=53),
     "sharded": lambda f: save_opt(f, max_shard_size="40KB"),
 }
 
