@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import deque
 from typing import Literal, get_args
 
 import numpy as np
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from vtoken.base.clock import Clock
 from vtoken.base.errors import InvariantError
 from vtoken.memory.kv_cache_manager import KVCacheManager
-from vtoken.memory.prefix_cache import PrefixEntry
 from vtoken.schedule.batch import PlanBuilder
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
+from vtoken.schedule.demand import Demand
 from vtoken.schedule.evictor import Evictor
 from vtoken.schedule.lane_state import LaneState
 from vtoken.schedule.preemption import PreemptionCosts
@@ -61,6 +61,7 @@ class Residents:
         self._evictor = evictor
         self._timeline = timeline
         self._relief = relief
+        self._demand = Demand(config, memory)
         self._lanes: NDArray[np.int64] | None = None  # of the running requests; None when out of date
 
     @property
@@ -136,18 +137,9 @@ class Residents:
         """Let a preempted request go on, if there are blocks for it."""
         return self._start(request, batch) if request.status is Status.PREEMPTED else self._swap_in(request, batch)
 
-    def _spare(self) -> int:
-        """Blocks left to those who run when a preempted one comes back: one each, or it would soon have to go."""
-        return len(self.running)
-
-    def _blocks_to_swap_in(self, request: Request) -> int:
-        # A block each to go on with, or it would be the first to be preempted again; alone it needs no such care.
-        spare = self._spare() + len(request.lanes) if self.running else 0
-        return len(self._memory.swap_blocks(request.lanes)) + spare
-
     def _swap_in(self, request: Request, batch: PlanBuilder) -> bool:
         lanes = request.lanes
-        if self._blocks_to_swap_in(request) > self._memory.num_available:
+        if self._demand.blocks_to_swap_in(request, len(self.running)) > self._memory.num_available:
             return False
         copy = self._memory.swap_in(lanes)
         assert copy is not None, "there were enough blocks a moment ago"
@@ -162,16 +154,17 @@ class Residents:
     def _start(self, request: Request, batch: PlanBuilder) -> bool:
         """Give a request its blocks, all that its known text needs or none, and its first tokens of the step."""
         memory, leader = self._memory, request.leader
-        matched = self._match(request)
-        if self._missing_to_start(request, matched) > 0:
-            if not self._can_be_tight(request):
+        demand, num_others = self._demand, len(self.running)
+        matched = demand.match(request)
+        if demand.missing_to_start(request, matched, num_others) > 0:
+            if not demand.can_be_tight(request, num_others):
                 return False
             request.is_tight = True  # its own tokens are the first that it gives up
-            matched = self._match(request)
-            if self._missing_to_start(request, matched) > 0:
+            matched = demand.match(request)
+            if demand.missing_to_start(request, matched, num_others) > 0:
                 request.is_tight = False
                 return False
-        lane = memory.admit(self._reserve(request, matched), matched)
+        lane = memory.admit(demand.reserve(request, matched), matched)
         assert lane is not None, "there were enough blocks a moment ago"
         prompt = request.num_prompt_tokens
         assert request.params.max_tokens is not None, "max_tokens is clamped when a request is added"
@@ -192,81 +185,6 @@ class Residents:
             batch.add_slices(lanes, counts, memory.extend(placement))
         return True
 
-    def _match(self, request: Request) -> list[PrefixEntry]:
-        """The cached blocks that a request can begin with."""
-        leader, goal = request.leader, _tokens_to_start(request)
-        leader.hashes.extend(leader.token_ids, goal)
-        # One token is always left to compute, and what follows a death was computed without the dead.
-        limits = [goal - 1, *leader.died_at.values()]
-        if request.retention is not None:
-            # What is cached would have to lie there at once, before any of it can die.
-            limits += [request.retention.most_matched(request.num_prompt_tokens), self._peak(request)]
-            if request.started_over_at >= leader.settled > 0:
-                limits.append(0)  # it is computed again for what its policy did not see
-        if request.prompt_scores is not None:
-            limits.append(0)  # only what is computed can be scored
-        return self._memory.match(leader.hashes, max(0, min(limits)))
-
-    def _reserve(self, request: Request, matched: list[PrefixEntry]) -> int:
-        """Tokens for which a request needs blocks until its known text is computed: cells that die in blocks of others
-        are not its own to use again. Others may come to share its blocks later: then the ladder has to help."""
-        num_shared = sum(bool(self._memory.pool.refs[entry.block]) for entry in matched)
-        return min(_tokens_to_start(request), self._peak(request) + num_shared * self._memory.block_size)
-
-    def _peak(self, request: Request) -> int:
-        """Tokens of a request that live at once, at most, until its known text is computed."""
-        leader, retention, goal = request.leader, request.retention, _tokens_to_start(request)
-        peak = _peak_live(leader.died_at, goal)
-        if retention is None or self._config.kv_mode != "vtoken":
-            return peak
-        if request.is_tight or retention.trigger == "always":
-            # What is settled dies as recorded; from there on the places decide.
-            coming = [retention.peak_in_prompt(request.num_prompt_tokens)]
-            if goal > request.num_prompt_tokens:
-                coming.append(retention.peak_after_prompt(goal))
-            return min(peak, max(_peak_live(leader.died_at, min(goal, leader.settled)), *coming))
-        if request.started_over_at >= leader.settled > 0:
-            return min(peak, leader.settled)  # there its policy will be asked
-        return peak
-
-    def _missing_to_start(self, request: Request, matched: list[PrefixEntry]) -> int:
-        """Blocks that are missing for a request to start; 0 or less: it can."""
-        memory, reserve = self._memory, self._reserve(request, matched)
-        needed = memory.blocks_to_admit(reserve, matched)
-        if request.status is Status.PREEMPTED and self.running:  # alone it has the whole pool
-            if request.unforked:
-                needed += max(0, self._blocks_after_fork(request) - -(-reserve // memory.block_size))
-            needed += self._spare()
-        return needed - memory.num_available
-
-    def _blocks_after_fork(self, request: Request) -> int:
-        """Blocks, at most, that choices hold together when each has computed its known answer again."""
-        size, prompt, choices = self._memory.block_size, request.num_prompt_tokens, request.unfinished
-        shared = prompt // size
-        lengths = [max(prompt, len(choice.token_ids)) for choice in choices]  # who never forked has none yet
-        whole = shared + sum(-(-length // size) - shared for length in lengths)
-        retention = request.retention
-        if retention is None or self._config.kv_mode != "vtoken":
-            return whole
-        peaks = [_peak_live(choice.died_at, length, prompt) for choice, length in zip(choices, lengths, strict=True)]
-        if retention.trigger == "always":
-            peaks = [min(peak, retention.peak_after_prompt(n)) for peak, n in zip(peaks, lengths, strict=True)]
-        # Those that live in the prompt may lie in blocks that all share, besides.
-        return min(whole, shared + sum(-(-peak // size) for peak in peaks))
-
-    def _can_be_tight(self, request: Request) -> bool:
-        """Whether a prompt may be cut at fixed places because its blocks are not there. Only one that never ran: what
-        was settled without it cannot be repeated in fewer blocks."""
-        retention = request.retention
-        return (
-            retention is not None
-            and self._config.kv_mode == "vtoken"
-            and (self._config.admission_evicts or not self.running)
-            and retention.trigger == "pressure"
-            and request.leader.settled == 0
-            and not request.is_tight
-        )
-
     def make_way(self, batch: PlanBuilder) -> None:
         """A request that waits is pressure too: rungs 4 and 5 for the first of them, if they can bring what it needs.
         Before anybody runs, since no token of a slice may move."""
@@ -279,9 +197,9 @@ class Residents:
         if self.num_running + num_sequences > self._config.max_num_seqs:
             return
         if first.status is Status.SWAPPED:
-            missing = self._blocks_to_swap_in(first) - self._memory.num_available
+            missing = self._demand.blocks_to_swap_in(first, len(self.running)) - self._memory.num_available
         else:
-            missing = self._missing_to_start(first, self._match(first))
+            missing = self._demand.missing_to_start(first, self._demand.match(first), len(self.running))
         if missing <= 0:
             return
         goal = self._memory.num_available + missing
@@ -413,25 +331,8 @@ class Residents:
             _take_out(self.running, sequence.request)
 
 
-def _tokens_to_start(request: Request) -> int:
-    """Tokens that the leader computes before the other choices join it, or all that are known."""
-    return request.num_prompt_tokens if request.unforked else len(request.leader.token_ids)
-
-
 def _take_out(queue: list[Request], request: Request) -> None:
     """Remove a request from a queue in order of arrival, without comparing it with all that came before it."""
     place = bisect_left(queue, request.index, key=lambda r: r.index)
     assert queue[place] is request, "a request is in the queue that its status names"
     del queue[place]
-
-
-def _peak_live(died_at: dict[int, int], length: int, first: int = 0) -> int:
-    """Most tokens live at once while a text grows to `length` tokens, which die as recorded, once it has `first`."""
-    peak, dead = 0, 0
-    for died, count in sorted(Counter(died_at.values()).items()):
-        if died > length:
-            break
-        if died > first:
-            peak = max(peak, died - dead)
-        dead += count
-    return max(peak, length - dead)
