@@ -74,11 +74,13 @@ def assert_rows_stand_alone(model: CausalLM, batch: list[int]) -> None:
     token, position, spec = 42, 17, model.spec
     group = spec.num_heads // spec.num_kv_heads
 
-    def attend(layer: int, qkv: Tensor) -> Tensor:
-        q, k, v = split_heads(spec, qkv, None)
-        return (q + (k * v).repeat_interleave(group, dim=1)).flatten(1)  # whatever needs the row alone
-
     def run(token_ids: list[int], positions: list[int]) -> Tensor:
+        rotations = model.rotations(torch.tensor(positions))
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            q, k, v = split_heads(spec, qkv, spec.layers[layer].pick(rotations))
+            return (q + (k * v).repeat_interleave(group, dim=1)).flatten(1)  # whatever needs the row alone
+
         with torch.inference_mode():
             return model.logits(model.hidden_states(torch.tensor(token_ids), torch.tensor(positions), attend))
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.models.dense import prompt_logits, split_heads
+from tests.models.dense import assert_rows_stand_alone, prompt_logits
 from tests.policies.distributions import install
 from tests.tiny_models import VOCAB_SIZE, save_any
 from vtoken.base.errors import CheckpointError
@@ -71,18 +70,7 @@ def test_every_switch_of_the_page_s_class_is_that_of_transformers(tied: bool, tm
 
 @pytest.mark.usefixtures("installed")
 def test_rows_of_the_page_s_class_are_islands(tmp_path: Path) -> None:
-    model = load_model(save_any(tmp_path / "model", "Granite", **MULTIPLIERS))
-
-    def attend(layer: int, qkv: Tensor) -> Tensor:
-        q, k, v = split_heads(model.spec, qkv, model.rotations(torch.full((len(qkv),), 17))[0])
-        return (q + (k * v).repeat_interleave(2, dim=1)).flatten(1)
-
-    def run(token_ids: list[int]) -> Tensor:
-        with torch.inference_mode():
-            positions = torch.full((len(token_ids),), 17)
-            return model.logits(model.hidden_states(torch.tensor(token_ids), positions, attend))
-
-    assert torch.equal(run([*range(33), 42, 7])[33], run([42])[0])
+    assert_rows_stand_alone(load_model(save_any(tmp_path / "model", "Granite", **MULTIPLIERS)), list(range(34)))
 
 
 def test_the_row_is_that_of_the_class() -> None:

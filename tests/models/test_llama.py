@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from tests.models.dense import prompt_logits, split_heads
+from tests.models.dense import assert_logits_of_transformers, assert_rows_stand_alone, prompt_logits
 from tests.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, VOCAB_SIZE, save_llama, save_mistral
 from vtoken.models.loader import load_model
 
@@ -33,17 +31,8 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
-    folder = VARIANTS[variant](tmp_path / "model")
-    # Longer than the windows and than the first turn of the scaled frequencies.
-    token_ids = torch.randint(0, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(7))
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        expected = reference(token_ids[None]).logits[0]
-
-    found = prompt_logits(load_model(folder), token_ids)
-
-    assert expected.std() > 0.1  # the logits say something, else closeness would not
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    # 90 tokens: longer than the windows and than the first turn of the scaled frequencies.
+    assert_logits_of_transformers(VARIANTS[variant](tmp_path / "model"), num_tokens=90)
 
 
 def test_the_window_counts_in_those_logits(tmp_path: Path) -> None:
@@ -81,22 +70,5 @@ def test_parameters_are_counted_with_the_tie_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [[5], [0, 1, 2, 3], list(range(70)), [9] * 33], ids=len)
 def test_a_token_does_not_feel_the_batch(batch: list[int], tmp_path: Path) -> None:
-    """Everything but attention: a token's bits are the same alone and among others, at any place in the batch."""
-    model = load_model(save_llama(tmp_path / "model", hidden_size=60, head_dim=14, intermediate_size=53))
-    token, position = 42, 17
-
-    def run(token_ids: list[int], positions: list[int]) -> Tensor:
-        rotations = model.rotations(torch.tensor(positions))
-
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            q, k, v = split_heads(model.spec, qkv, model.spec.layers[layer].pick(rotations))
-            return (q + (k * v).repeat_interleave(2, dim=1)).flatten(1)  # whatever needs the row alone
-
-        with torch.inference_mode():
-            return model.logits(model.hidden_states(torch.tensor(token_ids), torch.tensor(positions), attend))
-
-    alone = run([token], [position])[0]
-    for place in {0, len(batch) // 2, len(batch)}:
-        token_ids = [*batch[:place], token, *batch[place:]]
-        positions = [position if i == place else i for i in range(len(token_ids))]
-        assert torch.equal(run(token_ids, positions)[place], alone)
+    folder = save_llama(tmp_path / "model", hidden_size=60, head_dim=14, intermediate_size=53)
+    assert_rows_stand_alone(load_model(folder), batch)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.models.dense import prompt_logits, split_heads
+from tests.models.dense import assert_rows_stand_alone, prompt_logits
 from tests.tiny_models import VOCAB_SIZE, save_any
 from vtoken import LLM, SamplingParams
 from vtoken.base.errors import CheckpointError
@@ -130,20 +130,8 @@ def test_a_bad_list_of_dense_layers_is_refused(layers: object, tmp_path: Path) -
 
 @pytest.mark.parametrize("batch", [[5], [0, 1, 2, 3], list(range(70))], ids=len)
 def test_a_token_does_not_feel_the_batch(batch: list[int], tmp_path: Path) -> None:
-    model = load_model(save_mixtral(tmp_path / "model", hidden_size=60, head_dim=14, intermediate_size=53))
-
-    def attend(layer: int, qkv: Tensor) -> Tensor:
-        q, k, v = split_heads(model.spec, qkv, model.rotations(torch.full((len(qkv),), 17))[0])
-        return (q + (k * v).repeat_interleave(2, dim=1)).flatten(1)
-
-    def run(token_ids: list[int]) -> Tensor:
-        with torch.inference_mode():
-            positions = torch.full((len(token_ids),), 17)
-            return model.logits(model.hidden_states(torch.tensor(token_ids), positions, attend))
-
-    alone = run([42])[0]
-    for place in {0, len(batch) // 2, len(batch)}:
-        assert torch.equal(run([*batch[:place], 42, *batch[place:]])[place], alone)
+    folder = save_mixtral(tmp_path / "model", hidden_size=60, head_dim=14, intermediate_size=53)
+    assert_rows_stand_alone(load_model(folder), batch)
 
 
 def test_operations_are_those_of_the_experts_of_a_token(tmp_path: Path) -> None:
