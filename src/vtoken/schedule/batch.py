@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -160,3 +160,29 @@ class PlanBuilder:
 
 def _join(parts: list[NDArray[Any]], dtype: type) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+
+
+def share_budget(
+    need: NDArray[np.int64], arrival: NDArray[np.int64], budget: int, waiting_tokens: Callable[[int], int]
+) -> NDArray[np.int64]:
+    """Tokens each of n lanes may compute in a step of `budget` tokens: one for whoever decodes, the rest for prompts.
+
+    The oldest prompt gets half of the step's budget at least, so that others cannot hold it up by more than twice
+    its time; what the later ones and the queue could use of the rest is theirs, so that it does not hold them up.
+
+    Args:
+        need: [n] tokens that each could compute.
+        arrival: [n] the order in which their requests came.
+        waiting_tokens: how many tokens the queue could use, counted up to so many.
+    """
+    counts: NDArray[np.int64] = (need == 1).astype(np.int64)
+    left = budget - int(counts.sum())
+    prompts = np.flatnonzero(need > 1)
+    if len(prompts):
+        prompts = prompts[np.argsort(arrival[prompts], kind="stable")]
+        others = int(need[prompts[1:]].sum()) + waiting_tokens(budget)
+        oldest = min(left, max(left - others, -(-budget // 2)))
+        for i, allowed in zip(prompts.tolist(), [oldest] + [left] * (len(prompts) - 1), strict=True):
+            counts[i] = min(int(need[i]), allowed, left)
+            left -= int(counts[i])
+    return counts

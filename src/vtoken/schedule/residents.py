@@ -78,6 +78,16 @@ class Residents:
         counts["blocks" if self.preempted else self._held_up_by] = len(self.waiting)
         return counts
 
+    def waiting_tokens(self, enough: int) -> int:
+        """Prompt tokens in the queue that could run now, counted up to `enough`."""
+        total = 0
+        if not self.is_blocked and not self.preempted and self.num_running < self._config.max_num_seqs:
+            for request in self.waiting:
+                total += request.num_prompt_tokens
+                if total >= enough:
+                    break
+        return total
+
     def lanes(self) -> NDArray[np.int64]:
         """Of the running requests; ascending, so that neighbours in the tables are neighbours in the plan."""
         if self._lanes is None:

@@ -20,9 +20,10 @@ from vtoken.base.sampling_params import SamplingParams
 from vtoken.memory.kv_cache_manager import KVCacheManager
 from vtoken.policies.statistics import STATISTICS, Statistic
 from vtoken.schedule.audit import check_books, check_result
-from vtoken.schedule.batch import PlanBuilder
+from vtoken.schedule.batch import PlanBuilder, share_budget
 from vtoken.schedule.beams import Beams, search_of
 from vtoken.schedule.config import SchedulerConfig, SchedulerCounters
+from vtoken.schedule.drawn import enter_tokens
 from vtoken.schedule.entrance import Entrance
 from vtoken.schedule.evictor import Evictor, Judgement
 from vtoken.schedule.lane_state import LaneState
@@ -319,35 +320,10 @@ class Scheduler:
         return bool(failed)
 
     def _share_budget(self, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens each lane may compute: one for whoever decodes, the rest for prompts.
-
-        The oldest prompt gets half of the step's budget at least, so that others cannot hold it up by more than twice
-        its time; what the later ones and the queue could use of the rest is theirs, so that it does not hold them up.
-        """
+        """Tokens each lane may compute."""
         state, budget = self._state, self.config.max_num_batched_tokens
         need = np.minimum(state["total"][lanes], state["cut"][lanes]) - self.memory.tokens.lengths[lanes]
-        counts: NDArray[np.int64] = (need == 1).astype(np.int64)
-        left = budget - int(counts.sum())
-        prompts = np.flatnonzero(need > 1)
-        if len(prompts):
-            prompts = prompts[np.argsort(state["arrival"][lanes[prompts]], kind="stable")]
-            others = int(need[prompts[1:]].sum()) + self._waiting_tokens(budget)
-            oldest = min(left, max(left - others, -(-budget // 2)))
-            for i, allowed in zip(prompts.tolist(), [oldest] + [left] * (len(prompts) - 1), strict=True):
-                counts[i] = min(int(need[i]), allowed, left)
-                left -= int(counts[i])
-        return counts
-
-    def _waiting_tokens(self, enough: int) -> int:
-        """Prompt tokens in the queue that could run now, counted up to `enough`."""
-        total, residents = 0, self._residents
-        is_open = not residents.is_blocked and not residents.preempted
-        if is_open and residents.num_running < self.config.max_num_seqs:
-            for request in residents.waiting:
-                total += request.num_prompt_tokens
-                if total >= enough:
-                    break
-        return total
+        return share_budget(need, state["arrival"][lanes], budget, self._residents.waiting_tokens)
 
     # --- apply ------------------------------------------------------------------------------------------------------
 
@@ -403,31 +379,13 @@ class Scheduler:
             draws, tokens = [draws[i] for i in kept], tokens[kept]
         if not draws:
             return []
-        state = self._state
-        lanes = np.array([sequence.lane for sequence in draws], np.int64)
-        state["total"][lanes] += 1
-        state["last_token"][lanes] = tokens
-        drawn = list(zip(draws, tokens.tolist(), strict=True))
-        for sequence, token in drawn:
-            sequence.token_ids.append(token)
+        first, ended = enter_tokens(draws, tokens, self._state, self._eos)
         self.counters.tokens_generated += len(draws)
-        is_first = state["total"][lanes] - state["prompt"][lanes] == 1
-        for i in np.flatnonzero(is_first).tolist():
-            self._enter_first_token(draws[i].request)
-        stops = np.isin(tokens, self._eos) & ~state["ignore_eos"][lanes]
-        for i in np.flatnonzero(state["own_stops"][lanes]).tolist():
-            stops[i] |= int(tokens[i]) in draws[i].request.stop_token_ids
-        for i in np.flatnonzero(stops).tolist():
-            draws[i].has_stop_id = True
-        for i in np.flatnonzero(~stops & state["constrained"][lanes]).tolist():
-            rules = draws[i].request.rules
-            assert rules is not None, "it is constrained"
-            stops[i] = rules.is_over(draws[i])
-        for i in np.flatnonzero(stops | (state["total"][lanes] >= state["limit"][lanes])).tolist():
-            if int(tokens[i]) in draws[i].request.stop_token_ids:
-                draws[i].stop_reason = int(tokens[i])
-            self._finish_sequence(draws[i], FinishReason.STOP if stops[i] else FinishReason.LENGTH)
-        return drawn
+        for sequence in first:
+            self._enter_first_token(sequence.request)
+        for sequence, reason in ended:
+            self._finish_sequence(sequence, reason)
+        return list(zip(draws, tokens.tolist(), strict=True))
 
     def _enter_first_token(self, request: Request) -> None:
         """A choice has its first token; the first of them is the request's."""
