@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.async_engines import GREEDY, LONG, held, idle, opened, read, settings, until
 from vtoken import AsyncLLM, EngineError, RequestError
+from vtoken.engine.mailbox import _SLIGHTLY_LATE
 from vtoken.engine.outputs import join_deltas
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def test_a_slow_reader_keeps_nobody_waiting_and_misses_nothing(folder, expected,
             await idle(llm)
             assert len(slow._mailbox._unread) <= 65
             seen += await read(slow)
-            assert len(seen) <= 3
+            assert len(seen) <= 1 + _SLIGHTLY_LATE
             last = join_deltas(seen) if kind == "delta" else seen[-1]
             assert len(last.outputs[0].token_ids) == 400
             assert last.outputs[0].text == llm.get_tokenizer().decode(last.outputs[0].token_ids)

@@ -3,6 +3,8 @@ hides exactly the tokens that were evicted, from the length at which they died."
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +97,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+COMMON: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 8}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Callable[[str], list[Recording]]:
+    """Each of six requests by itself, under a policy."""
+
+    def recorded(policy: str) -> list[Recording]:
+        settings = {"num_blocks": 60, "kv_policy": policy} | COMMON | ALWAYS
+        return [record(folder, [demand], **settings) for demand in demands(6)]
+
+    return cache(recorded)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(
     "policy",
     ["h2o", *(pytest.param(name, marks=pytest.mark.slow) for name in ("snapkv:window=8", "keydiff"))],
 )
 def test_x08_bits_and_victims_at_a_fixed_budget_depend_on_the_request_alone(
-    folder: Path, policy: str, name: str
+    folder: Path, alone: Callable[[str], list[Recording]], policy: str, name: str
 ) -> None:
-    common = {"max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 8}
-    alone = [record(folder, [demand], num_blocks=60, kv_policy=policy, **common, **ALWAYS) for demand in demands(6)]
-    together = record(folder, demands(6), kv_policy=policy, **{**common, **ALWAYS, **SETTINGS[name]})
-    assert together.died_at == [run.died_at[0] for run in alone]
-    assert together.tokens == [run.tokens[0] for run in alone]
-    assert together.bits == {key: value for run in alone for key, value in run.bits.items()}
+    runs = alone(policy)
+    together = record(folder, demands(6), kv_policy=policy, **{**COMMON, **ALWAYS, **SETTINGS[name]})
+    assert together.died_at == [run.died_at[0] for run in runs]
+    assert together.tokens == [run.tokens[0] for run in runs]
+    assert together.bits == {key: value for run in runs for key, value in run.bits.items()}
     if name == "recompute":
         assert together.stats.scheduler.preemptions_recompute > 0
     if name == "swap":

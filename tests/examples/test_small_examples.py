@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny_models, tiny_tokenizers
+from vtoken.base.cache import cache_dir
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +24,12 @@ def run(name: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model cache in which a tiny model lies under the real one's name."""
+    """A cache in which a tiny model lies under the real one's name; what is compiled and measured is everybody's."""
     cache = tmp_path_factory.mktemp("cache")
+    for kind in ("kernels", "linear"):
+        shared = cache_dir() / kind
+        shared.mkdir(parents=True, exist_ok=True)
+        (cache / kind).symlink_to(shared)
     tokenizer = tiny_tokenizers.byte_level()
     folder = tiny_models.save_llama(cache / "models" / "smollm2-135m", vocab_size=len(tokenizer))
     tiny_tokenizers.save(tokenizer, folder)

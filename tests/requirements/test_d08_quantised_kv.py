@@ -5,12 +5,16 @@ Quality on an evaluation set: `benchmarks/bench_kv_quality.py`, figures in docs/
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from tests.attention.layer import Text, run
-from tests.engine.recorded import record, scattered
+from tests.engine.recorded import Recording, record, scattered
 from tests.requirements.test_x08_same_output import SETTINGS, _demands
 from tests.tiny_models import save_llama
 from vtoken.attention.cpu import CpuAttention
@@ -73,17 +77,38 @@ def test_an_outlier_of_a_thousand_spoils_its_own_head_only(name: str) -> None:
     assert not torch.equal(spoiled[50:, :2], clean[50:, :2])
 
 
-@pytest.mark.parametrize("memory", ["neighbours", "prefix cache and chunks", "recompute", "swap", "blocks of 5"])
-@pytest.mark.parametrize("name", KV_FORMATS)
-def test_prefix_cache_swap_forks_and_evictions_work_on_every_format(folder, name: str, memory: str) -> None:
+EVICT = scattered(every=6)
+# Formats differ in what a cell holds, not in where cells go: two of them through every memory, scales and none.
+MEMORIES = [
+    pytest.param(
+        name,
+        memory,
+        marks=() if memory == "swap" or name in ("int8", "bfloat16") else pytest.mark.slow,
+    )
+    for name in KV_FORMATS
+    for memory in ("neighbours", "prefix cache and chunks", "recompute", "swap", "blocks of 5")
+]
+
+
+def common(name: str) -> dict[str, str | None]:
+    return {"kv_cache_dtype": name, "value_cache_dtype": "int8" if name == "float16" else None}
+
+
+@pytest.fixture(scope="module")
+def lone(folder: Path) -> Callable[[str], list[Recording]]:
+    """Each request by itself, with a format's name."""
+    return cache(lambda name: [record(folder, [demand], EVICT, num_blocks=64, **common(name)) for demand in _demands()])
+
+
+@pytest.mark.parametrize(("name", "memory"), MEMORIES)
+def test_prefix_cache_swap_forks_and_evictions_work_on_every_format(
+    folder: Path, lone: Callable[[str], list[Recording]], name: str, memory: str
+) -> None:
     """A request alone and in company, to the bit: choices that fork, tokens that die and rows that move included."""
-    evict = scattered(every=6)
-    common = {"kv_cache_dtype": name, "value_cache_dtype": "int8" if name == "float16" else None}
-    lone = [record(folder, [demand], evict, num_blocks=64, **common) for demand in _demands()]
-    settings = {"max_model_len": 200, "max_num_seqs": 16} | SETTINGS[memory] | common
-    together = record(folder, _demands(), evict, **settings)
-    assert together.tokens == [run.tokens[0] for run in lone]
-    assert together.bits == {key: bits for run in lone for key, bits in run.bits.items()}
+    settings = {"max_model_len": 200, "max_num_seqs": 16} | SETTINGS[memory] | common(name)
+    together = record(folder, _demands(), EVICT, **settings)
+    assert together.tokens == [run.tokens[0] for run in lone(name)]
+    assert together.bits == {key: bits for run in lone(name) for key, bits in run.bits.items()}
 
 
 @pytest.mark.parametrize("name", SCALED)

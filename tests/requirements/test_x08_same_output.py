@@ -73,12 +73,20 @@ def test_tokens_of_the_compiled_backend_do_not_depend_on_company(folder, alone, 
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
+EVICT = scattered(every=6)
+
+
+@pytest.fixture(scope="module")
+def lone(folder) -> list[Recording]:
+    """Every request by itself, losing tokens."""
+    runs = [record(folder, [demand], EVICT, num_blocks=64) for demand in _demands()]
+    assert sum(len(deaths) for run in runs for [*choices] in run.died_at for deaths in choices) > 100
+    return runs
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_bits_of_evicted_sequences_do_not_depend_on_company(folder, name):
-    evict = scattered(every=6)
-    lone = [record(folder, [demand], evict, num_blocks=64) for demand in _demands()]
-    assert sum(len(deaths) for run in lone for [*choices] in run.died_at for deaths in choices) > 100
-    together = record(folder, _demands(), evict, max_model_len=200, **{"max_num_seqs": 16} | SETTINGS[name])
+def test_bits_of_evicted_sequences_do_not_depend_on_company(folder, lone, name):
+    together = record(folder, _demands(), EVICT, max_model_len=200, **{"max_num_seqs": 16} | SETTINGS[name])
     assert together.tokens == [run.tokens[0] for run in lone]
     assert together.died_at == [run.died_at[0] for run in lone]
     assert together.bits == {key: value for run in lone for key, value in run.bits.items()}

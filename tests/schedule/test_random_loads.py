@@ -10,7 +10,7 @@ from tests.schedule.scenarios import Scenario, ScenarioRun, scenarios
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=60, suppress_health_check=_CHECKS)
+@settings(max_examples=40, suppress_health_check=_CHECKS)
 @given(scenario=scenarios())
 def test_any_load(scenario: Scenario) -> None:
     ScenarioRun(scenario).play()

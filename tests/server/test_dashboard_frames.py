@@ -192,7 +192,7 @@ def outcome(driver: Driver) -> list[Any]:
     return [answers, list(driver.memory.decisions), driver.memory.counters, driver.counters]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_watching_changes_nothing(seed: int) -> None:
     def run(watched: bool) -> tuple[list[Any], int]:
         driver, rng = loaded_driver(200 + seed)

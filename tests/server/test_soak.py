@@ -43,7 +43,7 @@ NUM_CLIENTS = 24
 GREEDY = "Once upon a time there was a king"
 
 
-@pytest.mark.parametrize("preemption", PREEMPTION)
+@pytest.mark.parametrize("preemption", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 def test_u06_a_short_soak(folder: Path, preemption: str) -> None:
     soak(folder, 200, preemption, seed=3)
 
@@ -87,7 +87,7 @@ def check_baseline(server: Served, known: set[int]) -> None:
     assert stats.free_host_blocks == stats.num_host_blocks
     until(lambda: server.http.get("/load").json() == {"server_load": 0, "queued": 0})
     assert not server.llm._thread._mailboxes
-    assert not server.llm._thread._pending
+    until(lambda: not server.llm._thread._pending)  # an answer comes before its promise is struck off
     for _ in range(50):  # the last steps of what was left run in other threads
         left = _left_over(known)
         if not left:
