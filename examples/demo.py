@@ -18,10 +18,11 @@ from rich.table import Table
 from vtoken import LLM, SamplingParams
 from vtoken.base.units import format_bytes
 from vtoken.bench import page
+from vtoken.bench.config import BenchConfig, Place
 from vtoken.bench.engine_stage import EngineStage
 from vtoken.bench.jobs import Job, Workload
 from vtoken.bench.progress import Lines
-from vtoken.bench.reclaim import BenchConfig, Place, ReclaimBench
+from vtoken.bench.reclaim import ReclaimBench
 from vtoken.bench.report import Report, RunReport
 from vtoken.models.catalog import get_model
 from vtoken.policies.registry import resolve_policy

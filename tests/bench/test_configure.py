@@ -8,9 +8,9 @@ import pytest
 
 from vtoken.base.errors import ConfigError
 from vtoken.bench.arms import ARMS
+from vtoken.bench.config import BenchConfig, pool_for
 from vtoken.bench.configure import FULL, MODEL, QUICK, Asked, configure
 from vtoken.bench.jobs import Job
-from vtoken.bench.reclaim import BenchConfig, pool_for
 from vtoken.policies.registry import resolve_policy
 
 SMALL: dict[str, Any] = {"workloads": ("chat",), "policies": ("random",), "limit": 4}

@@ -10,8 +10,9 @@ import pytest
 
 from tests.bench.runs import start
 from vtoken.base.errors import ConfigError
+from vtoken.bench.config import BenchConfig, Place
 from vtoken.bench.jobs import Job, Workload
-from vtoken.bench.reclaim import NATIVE, BenchConfig, Place, ReclaimBench
+from vtoken.bench.reclaim import NATIVE, ReclaimBench
 from vtoken.bench.report import Report, from_json, to_json
 from vtoken.policies.registry import resolve_policy
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from vtoken.bench.config import BenchConfig
 from vtoken.bench.configure import Asked, configure
-from vtoken.bench.reclaim import BenchConfig, ReclaimBench
+from vtoken.bench.reclaim import ReclaimBench
 from vtoken.bench.shapes import SHAPES
 from vtoken.bench.targets import SLA
 

@@ -9,8 +9,9 @@ from contextlib import nullcontext
 import pytest
 
 from tests.bench.runs import start
+from vtoken.bench.config import BenchConfig, Place
 from vtoken.bench.jobs import Job, Workload
-from vtoken.bench.reclaim import BenchConfig, Place, ReclaimBench
+from vtoken.bench.reclaim import ReclaimBench
 from vtoken.bench.report import Report
 from vtoken.bench.targets import CEILING_GAP, LARGEST_REDUCTION, SMALLEST_REDUCTION
 from vtoken.policies.registry import resolve_policy

@@ -13,9 +13,9 @@ from vtoken.base.errors import ConfigError
 from vtoken.base.registry import suggest
 from vtoken.base.validation import shorten
 from vtoken.bench.arms import ARMS
+from vtoken.bench.config import BenchConfig, Place
 from vtoken.bench.devices import find_device
 from vtoken.bench.jobs import Workload
-from vtoken.bench.reclaim import BenchConfig, Place
 from vtoken.bench.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
 from vtoken.bench.shapes import find_shape
 from vtoken.bench.stages import Arm, Setting, SimulatedStage, Stage, simulated_bytes

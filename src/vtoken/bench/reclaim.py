@@ -8,26 +8,21 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 import vtoken
-from vtoken.base.config import KVCopies
-from vtoken.base.errors import ConfigError
-from vtoken.base.host_memory import available_bytes
-from vtoken.base.units import format_bytes
 from vtoken.bench import knee
-from vtoken.bench.arms import Run, evicts, run_arm, run_in_turns
+from vtoken.bench.arms import Run, run_arm, run_in_turns
+from vtoken.bench.config import POOL_REQUESTS, BenchConfig, pool_for
 from vtoken.bench.jobs import Job, Workload, shaped
+from vtoken.bench.machine import machine
 from vtoken.bench.metrics import reduction
 from vtoken.bench.pictures import picture
 from vtoken.bench.report import (
@@ -40,11 +35,9 @@ from vtoken.bench.report import (
     Sweep,
     WorkloadReport,
 )
-from vtoken.bench.stages import Arm, Setting, Stage
+from vtoken.bench.stages import Arm, Setting
 from vtoken.bench.targets import LARGEST_REDUCTION, SLA, evaluate
-from vtoken.policies.base import Policy
 
-POOL_REQUESTS: Final = 5  # requests of mean length that the pool of --pool auto holds whole
 SWEPT_RATIOS: Final = 2  # the largest of those asked for
 FEWEST_SWEPT: Final = 4  # requests at once
 MOST_SWEPT: Final = 32
@@ -52,64 +45,6 @@ BEYOND_RATIO: Final = 0.75  # erases enough for the largest published reduction
 NATIVE: Final = "none"  # policy of the native arm
 
 _OVERHEAD_ROUNDS: Final = 3
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the arms run: how to start an engine for a setting, and what to call it in the report."""
-
-    start: Callable[[Setting], Stage]
-    about: dict[str, str]
-    # (blocks, block size) -> bytes of this host; what a real model takes it knows itself.
-    pool_bytes: Callable[[int, int], int] = lambda num_blocks, block_size: 0
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """What is measured. `policies`: what the user calls them -> what they are."""
-
-    place: Place
-    workloads: Sequence[Workload]
-    policies: dict[str, Policy]
-    ratios: Sequence[float] = (0.3, 0.5, 0.7)
-    block_sizes: Sequence[int] = (16, 32, 48)
-    arms: Sequence[Arm] = ("native", "naive", "repack", "vtoken")
-    copies: KVCopies = "ordered"
-    num_blocks: int | None = None  # None: enough for `POOL_REQUESTS` whole requests of the workload
-    seed: int = 0
-    sweeps: bool = True
-    is_coarse: bool = False  # sweeps with half as many points
-    probes: bool = True
-    refill: bool = True  # the workload's requests come again while few wait, see `run_arm`
-    settings: dict[str, Any] = field(default_factory=dict)  # for the report
-
-    def check(self) -> None:
-        """Raise ConfigError for what could not run, before anything does."""
-        if self.num_blocks is not None:
-            size, available = max(self.block_sizes), available_bytes()
-            needed = self.place.pool_bytes(self.num_blocks, size)
-            if needed > available:
-                raise ConfigError(
-                    f"pool: the books and simulated cells of {self.num_blocks} blocks of {size} tokens take "
-                    f"{format_bytes(needed)}, but this host has {format_bytes(available)} of memory available; ask for "
-                    f"at most {self.num_blocks * available // needed} blocks"
-                )
-        for workload in self.workloads:
-            for size in self.block_sizes:
-                needed = -(-workload.longest // size)
-                if self.num_blocks is not None and self.num_blocks < needed:
-                    raise ConfigError(
-                        f"pool: {self.num_blocks} blocks of {size} tokens are too few for {workload.name}: its longest "
-                        f"text has {workload.longest} tokens and needs {needed}, since native keeps all of it; give a "
-                        "larger pool, or a smaller --scale"
-                    )
-            for name, policy in self.policies.items():
-                for ratio in self.ratios:
-                    if not any(evicts(policy, 1 - ratio, job) for job in workload.jobs):
-                        raise ConfigError(
-                            f"policy: {name} protects more than {1 - ratio:.0%} of every prompt of {workload.name}: "
-                            "there is nothing it could evict"
-                        )
 
 
 class Progress(Protocol):
@@ -377,33 +312,6 @@ def _paired_steps(native: Run, vtoken: Run) -> dict[str, NDArray[np.float64]]:
         for one, other in (("planning", "applying"), ("forward", "copies"))
     )
     return {"native": host[0] + device[0], "vtoken": host[1] + device[1], "host": host[1] - host[0]}
-
-
-def pool_for(workload: Workload, block_size: int) -> int:
-    """Blocks of a pool that is too small for the workload: for `POOL_REQUESTS` texts of mean length, or the longest."""
-    mean = (workload.mean_prompt + workload.mean_output) / block_size
-    return max(-(-workload.longest // block_size) + 1, int(POOL_REQUESTS * mean))
-
-
-def machine() -> dict[str, str]:
-    """What the host times depend on."""
-    return {
-        "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
-        "memory available": format_bytes(available_bytes()),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _describe(workload: Workload) -> WorkloadReport:
