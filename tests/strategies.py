@@ -41,3 +41,15 @@ def salts() -> st.SearchStrategy[int]:
 def live_counts(block_size: int, max_blocks: int = 6) -> st.SearchStrategy[list[int]]:
     """Live tokens in each of a sequence's blocks."""
     return st.lists(st.integers(0, block_size), max_size=max_blocks)
+
+
+@st.composite
+def deaths(draw: st.DrawFn, num_tokens: int) -> dict[int, list[int]]:
+    """Length of a text of `num_tokens` -> the positions that die there, each once; at up to four lengths."""
+    died: dict[int, list[int]] = {}
+    dead: set[int] = set()
+    for length in sorted(draw(st.sets(st.integers(1, num_tokens), max_size=4))):
+        victims = draw(st.sets(st.integers(0, length - 1))) - dead
+        died[length] = sorted(victims)
+        dead |= victims
+    return died

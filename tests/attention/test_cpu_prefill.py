@@ -16,7 +16,7 @@ from tests.attention.layer import PLAIN, SUM, Layer, Text, dense, dense_low, run
 from tests.instruction_sets import ISAS
 from tests.plans import Lane, Slice
 from tests.plans import order as make_order
-from tests.strategies import block_sizes
+from tests.strategies import block_sizes, deaths
 from vtoken.attention.cpu import CpuAttention
 from vtoken.attention.spec import AttentionSpec
 from vtoken.base.kv_format import KV_FORMATS
@@ -86,15 +86,11 @@ class TestValues:
     def test_anything_goes(self, data: st.DataObject) -> None:
         num_tokens = data.draw(st.integers(1, 280), label="tokens")
         places = st.sets(st.integers(1, num_tokens), max_size=3)
-        deaths, dead = {}, set()
-        for place in sorted(data.draw(places, label="deaths at")):
-            victims = set(data.draw(st.sets(st.integers(0, place - 1)), label="victims")) - dead
-            deaths[place] = sorted(victims)
-            dead |= victims
+        dead = data.draw(deaths(num_tokens), label="deaths")
         num_kv_heads = data.draw(st.integers(1, 3), label="KV heads")
         num_heads = num_kv_heads * data.draw(st.integers(1, 5), label="group")
         width = data.draw(st.sampled_from((1, 8, 14, 16, 40, 64)), label="head width")
-        text = Text.random(num_tokens, num_heads, num_kv_heads, width, deaths=deaths)
+        text = Text.random(num_tokens, num_heads, num_kv_heads, width, deaths=dead)
         window = data.draw(st.none() | st.integers(1, 300), label="window")
         soft_cap = data.draw(st.none() | st.sampled_from((0.5, 20.0)), label="soft cap")
         arrangement = {

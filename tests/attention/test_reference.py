@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.attention.layer import PLAIN, SUM, Layer, Text, dense, dense_low, run
 from tests.plans import Lane, Slice
 from tests.plans import order as make_order
+from tests.strategies import deaths
 from vtoken.attention.spec import AttentionSpec
 from vtoken.policies.statistics import CountLow, Sum, SumLast
 
@@ -111,12 +112,8 @@ class TestBits:
     def test_anything_goes(self, data: st.DataObject) -> None:
         num_tokens = data.draw(st.integers(1, 280), label="tokens")
         places = st.sets(st.integers(1, num_tokens), max_size=4)
-        deaths, dead = {}, set()
-        for place in sorted(data.draw(places, label="deaths at")):
-            victims = set(data.draw(st.sets(st.integers(0, place - 1)), label="victims")) - dead
-            deaths[place] = sorted(victims)
-            dead |= victims
-        text = Text.random(num_tokens, deaths=deaths)
+        dead = data.draw(deaths(num_tokens), label="deaths")
+        text = Text.random(num_tokens, deaths=dead)
         spec = data.draw(st.sampled_from(list(SPECS.values())), label="spec")
         expected, expected_drawn = run(text, spec=spec)
         out, drawn = run(
