@@ -20,7 +20,7 @@ from vtoken import LLM, SamplingParams
 from vtoken.engine.outputs import RequestOutput
 
 MODEL: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "attention_backend": "reference", "seed": 0}
-TIGHT: dict[str, Any] = {"num_blocks": 48, "max_num_seqs": 12, "max_num_batched_tokens": 48}
+TIGHT: dict[str, Any] = {"num_blocks": 36, "max_num_seqs": 12, "max_num_batched_tokens": 48}
 MEMORIES: dict[str, dict[str, Any]] = {
     "recompute": {"preemption": "recompute"},
     "swap": {"preemption": "swap", "swap_space": "64KiB"},
@@ -40,7 +40,7 @@ class Ask:
 
 
 def draw(rng: random.Random) -> Ask:
-    """Something that a pool of 48 blocks of 8 tokens can run."""
+    """Something that a pool of 36 blocks of 8 tokens can run."""
     prompt = rng.choice(SHARED) + "".join(rng.choices("abcdef ghij\n", k=rng.randint(1, 40)))
     kind = rng.choice(("plain", "choices", "best", "beams", "scores", "form", "stops", "penalties", "words"))
     asked: dict[str, Any] = {"max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**31)}
