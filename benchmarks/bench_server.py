@@ -3,7 +3,7 @@
 Everything runs on one machine, so clients take from the cores that the server needs. They are a process of their own
 that does next to nothing, and their CPU time is told. What the server itself costs is measured beside the engine
 offline, in turns, in two ways: all on all cores, and with one core for the engine and another for the clients. CPU time
-a token is the same comparison without the clients.
+a token is the same comparison without the clients. "Watched" is the same server while somebody looks at its dashboard.
 
     PYTHONPATH=. python benchmarks/bench_server.py [--rounds 5] [--clients 1 8 32 128] [--smoke]
 """
@@ -27,6 +27,7 @@ from benchmarks.served_arms import MODEL, Arm
 
 PROMPT_TOKENS = 32
 SETTINGS = {"num_blocks": 2048, "max_num_seqs": 128, "max_model_len": 1024, "enable_prefix_caching": False, "seed": 0}
+WATCHED = "server, watched"
 AT_ONCE = 32  # requests of the comparison with the engine alone
 
 
@@ -85,16 +86,22 @@ class Side:
         return Spread.of([mine / theirs - 1 for mine, theirs in pairs])
 
 
-def compare(arms: dict[str, Arm], clients: Arm, prompts: Prompts, rounds: int, output_tokens: int) -> dict[str, Side]:
+def compare(
+    arms: dict[str, Arm], clients: Arm, watcher: Arm, prompts: Prompts, rounds: int, output_tokens: int
+) -> dict[str, Side]:
     """All answer the same prompts, in turns; whoever was first is last in the next round."""
+    arms = {**arms, WATCHED: arms["server"]}
     sides = {name: Side() for name in arms}
     names = list(arms)
     for number in range(-1, rounds):  # one that does not count
         asked = prompts(AT_ONCE)
         texts: dict[str, list[str]] = {}
         for name in names:
-            arm, before = arms[name], arms[name].cpu_seconds
-            if name == "server":
+            arm = arms[name]
+            if name == WATCHED:
+                watcher.ask(arm.hello)
+            before = arm.cpu_seconds
+            if name in ("server", WATCHED):
                 seconds, answers = clients.ask(arm.hello, bodies(asked, output_tokens), AT_ONCE)
                 texts[name], num_tokens = [each.text for each in answers], sum(each.num_tokens for each in answers)
             else:
@@ -103,6 +110,8 @@ def compare(arms: dict[str, Arm], clients: Arm, prompts: Prompts, rounds: int, o
             if number >= 0:
                 sides[name].seconds.append(seconds)
                 sides[name].cpu.append((arm.cpu_seconds - before) / num_tokens * 1e3)
+            if name == WATCHED:
+                assert watcher.ask(None) > seconds, "less than a frame a second came"
         assert len({tuple(each) for each in texts.values()}) == 1, "they do not say the same"
         names.reverse()
     return sides
@@ -121,13 +130,13 @@ def show(title: str, sides: dict[str, Side], output_tokens: int) -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def begin(cores: list[int], client_cores: list[int]) -> tuple[dict[str, Arm], Arm]:
+def begin(cores: list[int], client_cores: list[int]) -> tuple[dict[str, Arm], Arm, Arm]:
     arms = {
         "LLM.generate": Arm(served_arms.offline, cores, SETTINGS),
         "AsyncLLM": Arm(served_arms.online, cores, SETTINGS),
         "server": Arm(served_arms.server, cores, SETTINGS),
     }
-    return arms, Arm(served_arms.clients, client_cores)
+    return arms, Arm(served_arms.clients, client_cores), Arm(served_arms.watcher, client_cores)
 
 
 def main() -> None:
@@ -143,7 +152,7 @@ def main() -> None:
     prompts = Prompts()
     found: dict[str, dict[str, Side]] = {}
 
-    arms, clients = begin(cores, cores)
+    arms, clients, watcher = begin(cores, cores)
     clients.ask(arms["server"].hello, bodies(prompts(2), 8), 2)  # compiles, measures, records what is replayed
     print("| clients | requests | tokens a second | first token ms p50 | p95 | between tokens ms p50 | p95 ", end="")
     print("| CPU ms a token: server | clients | events a token |\n|---|---|---|---|---|---|---|---|---|---|")
@@ -153,17 +162,17 @@ def main() -> None:
     print("\n| cores | | tokens a second | CPU ms a token | wall beside LLM.generate | CPU time beside it |")
     print("|---|---|---|---|---|---|")
     if rounds:
-        found["shared"] = compare(arms, clients, prompts, rounds, tokens)
+        found["shared"] = compare(arms, clients, watcher, prompts, rounds, tokens)
         _write(args.json, found)
         show(f"{len(cores)}, clients too", found["shared"], tokens)
-    for arm in (*arms.values(), clients):
+    for arm in (*arms.values(), clients, watcher):
         arm.end()
     if rounds and len(cores) > 1:
-        arms, clients = begin(cores[:1], cores[1:2])
-        found["apart"] = compare(arms, clients, prompts, rounds, tokens)
+        arms, clients, watcher = begin(cores[:1], cores[1:2])
+        found["apart"] = compare(arms, clients, watcher, prompts, rounds, tokens)
         show("1, clients elsewhere", found["apart"], tokens)
         _write(args.json, found)
-        for arm in (*arms.values(), clients):
+        for arm in (*arms.values(), clients, watcher):
             arm.end()
 
 

@@ -1,4 +1,4 @@
-"""The processes of `bench_server.py`: the engine offline, the engine behind HTTP, and the clients.
+"""The processes of `bench_server.py`: engine, server, clients, and one who watches the dashboard.
 
 Each is told over a pipe what to do and answers there, and is held to the cores that it is given, before it loads torch.
 """
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -130,3 +131,29 @@ def clients(pipe: Connection) -> None:
         except Exception as error:
             found = error
         pipe.send(found)
+
+
+def watcher(pipe: Connection) -> None:
+    """Asked a port, looks at the dashboard there until it is asked None; then answers how many frames it got."""
+    pipe.send(None)
+    while True:
+        [port] = pipe.recv()
+        stop, frames = threading.Event(), [0]
+        thread = threading.Thread(target=_watch, args=(port, stop, frames))
+        thread.start()
+        pipe.send(None)
+        pipe.recv()
+        stop.set()
+        thread.join()
+        pipe.send(frames[0])
+
+
+def _watch(port: int, stop: threading.Event, frames: list[int]) -> None:
+    last = 0
+    while not stop.is_set():  # the server ends a stream now and then, to be asked again
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/dashboard/stream?since={last}") as stream:
+            for line in stream:
+                if line.startswith(b"id: "):
+                    last, frames[0] = int(line[4:]) + 1, frames[0] + 1
+                if stop.is_set():
+                    break
