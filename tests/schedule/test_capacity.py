@@ -74,15 +74,21 @@ def test_what_a_refusal_names_fits_and_the_next_larger_does_not(
         refusal = error
     if refusal is None:
         assert 1 <= clamped <= max_model_len - prompt
-        assert clamped == (max_model_len - prompt if max_tokens is None else min(max_tokens, max_model_len - prompt))
+        if max_tokens is not None or n == 1:
+            assert clamped == min(max_tokens or max_model_len, max_model_len - prompt)
+        elif clamped < max_model_len - prompt:  # the room is shared, and there is not a token more
+            assert capacity.clamp(prompt, clamped, n) == clamped
+            with pytest.raises(CapacityError):
+                capacity.clamp(prompt, clamped + 1, n)
     elif isinstance(refusal, CapacityError):
         assert refusal.field == "n"
         assert str(refusal).startswith("n: ")
         most = int(re.search(r"fits: n=(\d+)", str(refusal))[1])
         assert 1 <= most < n
         assert capacity.clamp(prompt, max_tokens, most) >= 1
-        with pytest.raises(CapacityError):
-            capacity.clamp(prompt, max_tokens, most + 1)
+        if max_tokens is not None:
+            with pytest.raises(CapacityError):
+                capacity.clamp(prompt, max_tokens, most + 1)
         shorter = re.search(r"or max_tokens=(\d+)", str(refusal))
         assert (shorter is not None) == (n <= max_num_seqs)
         if shorter:

@@ -1,10 +1,11 @@
-"""Clients that take their time: none holds a connection for ever before it has said what it wants."""
+"""Clients that take their time, or offer another protocol: what a connection makes of what comes over it."""
 
 from __future__ import annotations
 
 import json
 import select
 import socket
+import time
 from http.client import HTTPResponse
 
 import pytest
@@ -109,3 +110,42 @@ def test_a_body_that_nobody_waits_for(server):
         connection.sendall(b"body")
         connection.sendall(HEAD + b"\r\n\r\n")
         assert status(connection) == 200
+
+
+def offering(upgrade: bytes, body: bytes) -> bytes:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\n"
+    return head % upgrade + b"HTTP2-Settings: AAMAAABkAAQ\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket", b"TLS/1.0"])
+@pytest.mark.parametrize("cut", [0, 20, 120, -1, None])
+def test_who_offers_another_protocol_is_answered_in_this_one(server, upgrade, cut):
+    """Java's client does with every request. Two of them over one connection, each in one piece or two."""
+    body = json.dumps({"model": MODEL, "prompt": "upgrade: x\r\nupgrade: y", "max_tokens": 2}).encode()
+    sent = offering(upgrade, body) + body
+    with connect(server) as connection:
+        for _ in range(2):
+            connection.sendall(sent[:cut])
+            if cut is not None:
+                time.sleep(0.05)
+                connection.sendall(sent[cut:])
+            assert status(connection) == 200
+
+
+@pytest.mark.parametrize("length", [78, 83])
+def test_a_body_is_never_taken_for_a_request(server, length):
+    """Also where the offer was not seen, since the name of its field came in two parts."""
+    body = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    head = offering(b"h2c", body)
+    assert head[:length].endswith((b"\r\nU", b"\r\nUpgrad"))
+    with connect(server) as connection:
+        connection.sendall(head[:length])
+        time.sleep(0.05)
+        connection.sendall(head[length:])
+        time.sleep(0.05)
+        try:
+            connection.sendall(body)
+            answered = rest(connection)
+        except ConnectionError:
+            answered = b""
+    assert b"version" not in answered

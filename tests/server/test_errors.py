@@ -266,3 +266,39 @@ def test_arguments_of_a_template_say_nothing_of_ours(server):
     for name in ("self", "messages", "tokenize"):
         error = error_of(server.post("/v1/chat/completions", {**BASE, "chat_template_kwargs": {name: 1}}))
         assert error["message"] == f"chat_template_kwargs: {name} cannot be set here"
+
+
+CONTRADICTIONS = {  # fields -> the one that is named
+    "form and length": ({"structured_outputs": {"choice": ["yes", "no"]}, "min_tokens": 5}, "structured_outputs"),
+    "format and length": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}, "min_tokens": 8},
+        "response_format",
+    ),
+    "tokens and words": ({"allowed_token_ids": [98], "bad_words": ["b"]}, "allowed_token_ids"),
+    "tokens and ends": ({"allowed_token_ids": [98], "stop_token_ids": [98], "min_tokens": 3}, "allowed_token_ids"),
+    "form and tokens": ({"structured_outputs": {"regex": "abc"}, "allowed_token_ids": [98]}, "structured_outputs"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "param"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_rules_that_leave_no_token_are_the_requests_fault(server, fields, param, stream, caplog):
+    response = server.post("/v1/completions", BASE | {"max_tokens": 8, "stream": stream} | fields)
+    error = events_of(response.text)[-1]["error"] if stream else error_of(response)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(f"{param} and ")
+    assert error["message"].endswith("ruled out every token: none is left to draw")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_looks_mistyped_is_told_to_the_client(server, stream):
+    response = server.post("/v1/completions", BASE | {"max_tokns": 3, "user": "me", "stream": stream})
+    assert response.headers["X-Ignored-Fields"] == "'max_tokns': did you mean 'max_tokens'?"
+    assert "X-Ignored-Fields" not in server.post("/v1/completions", BASE | {"user": "me"}).headers
+
+
+def test_a_field_that_is_missing_may_have_been_mistyped(server):
+    body = {"model": MODEL, "mesages": BASE["messages"]}
+    error = error_of(server.post("/v1/chat/completions", body), param="messages")
+    assert error["message"].endswith("(there is 'mesages')")

@@ -38,6 +38,7 @@ def memory_table(stats: EngineStats) -> Table:
             f"tokens: {scheduler.tokens_evicted_at_places:,} at fixed places, "
             f"{scheduler.tokens_evicted_under_pressure:,} when blocks were short",
         )
+        row("cells used again", memory.cells_reused, "tokens written where evicted ones had lain: no block, no copy")
         row("blocks returned", memory.blocks_reclaimed, _returned(stats))
     row("tokens computed", scheduler.tokens_computed, f"in {scheduler.steps:,} steps")
     # A figure of its own, no part of the one above: the last token of an answer is drawn and never computed.

@@ -209,6 +209,9 @@ class KVCacheManager:
 
         of_token = np.repeat(lanes, counts)
         written = blocks.ids[of_token, rows // size]
+        is_hole = rows < self.tokens.num_rows[of_token]
+        if is_hole.any():  # or a block that is new in an entry whose own had been returned
+            self.counters.cells_reused += int(np.count_nonzero(~np.isin(written[is_hole], taken)))
         for block in np.unique(written[self.pool.published[written]]).tolist():
             self.prefix.forget_block(block)  # its content is about to change
 

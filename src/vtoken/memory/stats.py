@@ -30,6 +30,7 @@ class MemoryCounters:
     blocks_drained: int = 0  # of those: in `finish`
     tokens_relocated: int = 0
     tokens_evicted: int = 0
+    cells_reused: int = 0  # tokens that were written where an evicted one had lain
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
     prefix_query_tokens: int = 0  # tokens of admitted texts that could have been cached

@@ -81,14 +81,18 @@ class Capacity:
         *,
         n_field: str = "n",
     ) -> int:
-        """The new tokens a choice may have: `max_tokens`, or the room left if that is less. `n_field` is what sets `n`.
+        """The new tokens a choice may have: `max_tokens`, or the room left if that is less. Where no length is asked for,
+        choices that keep all their tokens share the room. `n_field` is what sets `n`.
 
         Raises RequestError for a prompt that can never be answered, CapacityError for choices that could never run
         together; each says what would fit.
         """
         self.check_prompt(num_prompt_tokens)
         room = self.max_model_len - num_prompt_tokens
-        clamped = room if max_tokens is None else min(room, max_tokens)
+        if max_tokens is None:
+            together = room if n == 1 or retention is not None else self._length_together(num_prompt_tokens, n)
+            max_tokens = max(1, together)
+        clamped = min(room, max_tokens)
         if n > self.max_num_seqs:
             raise CapacityError(
                 f"{n_field}: {n} choices can never run together, since at most {self.max_num_seqs} sequences can "
@@ -133,9 +137,12 @@ class Capacity:
         most = self._most_choices(num_prompt_tokens, max_tokens, retention)
         if retention is not None:
             return str(most)
+        return f"{most} or max_tokens={max(1, self._length_together(num_prompt_tokens, n))}"
+
+    def _length_together(self, num_prompt_tokens: int, n: int) -> int:
+        """New tokens that each of `n` choices may have so that all fit together; below 1: they do not."""
         shared = num_prompt_tokens // self.block_size
-        shorter = (shared + (self.num_blocks - shared) // n) * self.block_size - num_prompt_tokens + 1
-        return f"{most} or max_tokens={max(1, shorter)}"
+        return (shared + (self.num_blocks - shared) // n) * self.block_size - num_prompt_tokens + 1
 
     def _most_choices(self, num_prompt_tokens: int, max_tokens: int, retention: Retention | None) -> int:
         """The largest n that fits, at least 1; blocks grow with n."""

@@ -1,13 +1,17 @@
-"""One connection: uvicorn's protocol, and that nobody may take for ever to say what he wants."""
+"""One connection: uvicorn's protocol, and that nobody may take for ever to say what he wants, nor offer another
+protocol, to which httptools would give the rest of the connection."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vtoken.server.body import PATIENCE
 
+# Many clients offer HTTP/2 with each request (Java's, `curl --http2`), and expect to be answered as if they had not.
+_OFFER = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 _TOO_SLOW = b"the rest of the request's head did not come in time"
 
 
@@ -26,7 +30,17 @@ class Connection(HttpToolsProtocol):
         # Not by `on_message_begin` alone, which is not told of line ends in front of a request; they end a pause, too.
         if self._is_idle:
             self._wait()
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _OFFER.sub(b"x-offer", head) + end + rest
         super().data_received(data)
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer that was not seen above, since it came in two parts or behind another request. What follows would be
+        taken for the next request, though it may be the body of this one."""
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         self._wait()

@@ -18,6 +18,7 @@ logger = logging.getLogger("vtoken.server")
 
 RETRY_AFTER = "1"  # seconds; a queue moves with every step
 INVALID, OVERLOADED, BROKEN = "invalid_request_error", "overloaded_error", "server_error"
+_RULED_OUT = re.compile(r"(\w+).* ruled out every token: ")  # see `RequestRules.ruling_out`
 _LONGEST_MESSAGE = 2000  # characters: a template may raise with a whole conversation
 
 
@@ -87,9 +88,11 @@ def unavailable(why: str) -> ApiError:
 
 
 def check_outcome(output: RequestOutput) -> None:
-    """Raise RequestError if a request's form cost too much; ApiError if it failed in a step, or was aborted by somebody
-    else than its client."""
+    """Raise RequestError if a request's form cost too much, or its rules left it no token; ApiError if it failed in a
+    step, or was aborted by somebody else than its client."""
     for choice in output.outputs:
+        if choice.error is not None and (rules := _RULED_OUT.match(choice.error)):
+            raise RequestError(choice.error, rules[1])
         if choice.error is not None and choice.error.startswith("structured_outputs:"):
             # What a form costs is known only where its text leads: a limit on that is the request's, not our fault.
             raise RequestError(choice.error, "structured_outputs")

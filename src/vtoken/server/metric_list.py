@@ -310,6 +310,11 @@ METRICS: tuple[Metric, ...] = (
         _reclaimed,
         "how",
     ),
+    _counter(
+        "cells_reused",
+        "Tokens that were written where an evicted one had lain, which takes no block and no copy.",
+        lambda m: m.stats.memory.cells_reused,
+    ),
     _counter("tokens_relocated", "Live tokens that were packed.", lambda m: m.stats.memory.tokens_relocated),
     # Copies
     _counter("blocks_taken", "Blocks handed out.", lambda m: m.stats.memory.blocks_taken),

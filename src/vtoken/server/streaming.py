@@ -85,10 +85,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], renamed: Mapping[str, str]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], renamed: Mapping[str, str], headers: Mapping[str, str]
+    ) -> None:
         """`renamed`: see `as_api_error`."""
         # Proxies such as nginx would otherwise keep events back until there are enough of them.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._renamed = renamed

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema, create_model
 
 from vtoken.base.errors import RequestError
 from vtoken.base.kv_retention import KV_BUDGET_EXPECTED, KVBudget
@@ -48,6 +48,7 @@ PINS_SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "in
 
 _LONGEST_NAME = 40  # of a field that is compared with those that are known
 _MOST_TOLD = 100  # mistyped names that the log is told of
+_MOST_HINTS = 8  # and those that the client is
 _told: set[str] = set()
 
 
@@ -58,6 +59,7 @@ class RequestFields(Settings):
     model_config = ConfigDict(extra="ignore")
     kind: ClassVar[str] = "field"
     example: ClassVar[str] = "model='...'"
+    _hints: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
     def refuse(cls, message: str, field: str | None) -> RequestError:
@@ -73,28 +75,43 @@ class RequestFields(Settings):
             is_limited = isinstance(value, list | dict) and name in cls.model_fields and name not in _UNLIMITED
             if is_limited and len(value) > most:
                 raise RequestError(f"{name}: expected at most {most} members, got {len(value)}", name)
-        for name in sorted(given.keys() - cls.model_fields):
-            _tell_ignored(name, tuple(cls.model_fields))
-        return cls(**given)
+        known = tuple(cls.model_fields)
+        ignored = sorted(given.keys() - cls.model_fields)
+        hints = {name: hint for name in ignored if (hint := _hint(name, known))}
+        _tell_ignored(ignored, hints)
+        try:
+            asked = cls(**given)
+        except RequestError as error:
+            meant = [name for name, hint in hints.items() if f"{error.field!r}" in hint]
+            raise RequestError(f"{error} (there is {meant[0]!r})" if meant else str(error), error.field) from None
+        asked._hints = tuple(f"{name!a}: {hint}" for name, hint in hints.items())
+        return asked
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the response: which fields were ignored though they look as if something else had been meant."""
+        return {"X-Ignored-Fields": "; ".join(self._hints[:_MOST_HINTS])} if self._hints else {}
 
 
 @lru_cache(maxsize=1024)
 def _hint(name: str, known: tuple[str, ...]) -> str | None:
     """What somebody who sent a field that means nothing here is likely to have meant."""
+    if len(name) > _LONGEST_NAME:
+        return None
     if name in SamplingParams.elsewhere:
         return SamplingParams.elsewhere[name]
     close = get_close_matches(name, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]!r}?" if close else None
 
 
-def _tell_ignored(name: str, known: tuple[str, ...]) -> None:
+def _tell_ignored(names: list[str], hints: dict[str, str]) -> None:
     """Clients send many fields that mean nothing here; one that looks mistyped is worth a line, once."""
-    hint = _hint(name, known) if len(name) <= _LONGEST_NAME else None
-    if hint is None:
-        logger.debug("a field that means nothing here: %s", shorten(name))
-    elif name not in _told and len(_told) < _MOST_TOLD:
-        _told.add(name)
-        logger.warning("a request had the field %r, which is ignored; %s", name, hint)
+    for name in names:
+        if name not in hints:
+            logger.debug("a field that means nothing here: %s", shorten(name))
+        elif name not in _told and len(_told) < _MOST_TOLD:
+            _told.add(name)
+            logger.warning("a request had the field %r, which is ignored; %s", name, hints[name])
 
 
 def _as_bias(bias: Any) -> Any:

@@ -45,11 +45,12 @@ async def create_chat_completion(request: Request) -> Response:
     try:
         if asked.stream:
             chat = await until_disconnect(request, _started(state, asked))
-            return EventStream(chat.events(), asked.renamed)
+            return EventStream(chat.events(), asked.renamed, asked.headers)
         chat, output = await until_disconnect(request, _finished(state, asked))
     except VtokenError as error:
         raise state.explain(error, asked.renamed) from error
-    return Response(chat.whole(output).model_dump_json(exclude_unset=True), media_type="application/json")
+    content = chat.whole(output).model_dump_json(exclude_unset=True)
+    return Response(content, media_type="application/json", headers=asked.headers)
 
 
 async def _started(state: ServerState, asked: ChatRequest) -> Chat:

@@ -42,11 +42,12 @@ async def create_completion(request: Request) -> Response:
         completion = Completion(state, asked, asked.prompts(state.settings.max_prompts))
         if asked.stream:
             await until_disconnect(request, start_all(completion.streams))
-            return EventStream(completion.events(), asked.renamed)
+            return EventStream(completion.events(), asked.renamed, asked.headers)
         outputs = await until_disconnect(request, finish_all(completion.streams))
     except VtokenError as error:
         raise state.explain(error, asked.renamed) from error
-    return Response(completion.whole(outputs).model_dump_json(exclude_unset=True), media_type="application/json")
+    content = completion.whole(outputs).model_dump_json(exclude_unset=True)
+    return Response(content, media_type="application/json", headers=asked.headers)
 
 
 class Completion:
