@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import ssl
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -243,11 +244,15 @@ def test_a_model_is_named_by_the_last_part_of_its_path(folder):
 
 
 @contextmanager
-def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """A server, its address, and the lines it has said at start."""
+def process(
+    folder: Path, *options: str, max_files: tuple[int, int] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A server, its address, and the lines it has said at start. `max_files`: its soft and hard limit of open files."""
     command = [sys.executable, "-c", "from vtoken.cli.main import run; run()", "serve", str(folder), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     started = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment)
+    if max_files is not None:  # long before it looks at them: torch takes seconds to import
+        resource.prlimit(started.pid, resource.RLIMIT_NOFILE, max_files)
     lines = []
     try:
         assert started.stderr is not None
@@ -318,3 +323,25 @@ def test_an_end_that_does_not_wait(folder, again):
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+
+
+def test_more_connections_than_the_soft_limit(folder):
+    """Those who connect and are silent keep nobody out."""
+    with process(folder, "--num-blocks", "1024", max_files=(128, 512)) as (_, url, _), ExitStack() as held:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        for _ in range(200):
+            held.enter_context(socket.create_connection(address))
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_more_connections_than_the_hard_limit(folder):
+    """One line says so, and not thousands with a traceback each."""
+    with process(folder, "--num-blocks", "1024", max_files=(128, 128)) as (server, url, _):
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with ExitStack() as held:
+            for _ in range(160):
+                held.enter_context(socket.create_connection(address))
+            assert "no connection can be accepted: Too many open files" in server.stderr.readline()
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200  # a second later it is tried again
+        server.send_signal(signal.SIGTERM)
+        assert "no connection" not in server.stderr.read()

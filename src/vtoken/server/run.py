@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from vtoken.base.errors import ConfigError
 from vtoken.engine.advice import advise
 from vtoken.server.connection import Connection
+from vtoken.server.open_files import AcceptErrors, raise_limit
 from vtoken.server.settings import ServerSettings
 from vtoken.server.state import ServerState
 
@@ -73,6 +74,7 @@ def run(app: FastAPI, taken: socket.socket, on_listening: Callable[[], None] | N
         server_header=False,
     )
     logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
+    raise_limit()
     asyncio.run(_serve(_Server(config, on_listening), state, taken))
 
 
@@ -108,6 +110,7 @@ async def _serve(server: uvicorn.Server, state: ServerState, taken: socket.socke
         (told_again if told_to_stop.is_set() else told_to_stop).set()
 
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(AcceptErrors())
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     serving = asyncio.create_task(server.serve(sockets=[taken]))
