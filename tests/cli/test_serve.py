@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +325,25 @@ def test_an_end_that_does_not_wait(folder, again):
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+
+
+def test_bodies_that_are_still_to_come_hold_up_no_end(folder):
+    """They are told so at once; nobody lingers on for what is larger than the limit either."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    with process(folder, "--num-blocks", "1024", "--drain-timeout", "60") as (server, url, _):
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with socket.create_connection(address, 20) as half, socket.create_connection(address, 20) as large:
+            half.sendall(f"{head}100\r\n\r\n{{".encode())
+            large.sendall(f"{head}100000000\r\n\r\n{{".encode())
+            assert large.recv(1000).startswith(b"HTTP/1.1 413")
+            until(lambda: httpx.get(f"{url}/load").json()["server_load"] == 1)
+            server.send_signal(signal.SIGTERM)
+            with HTTPResponse(half) as answer:
+                answer.begin()
+                assert answer.status == 503
+                assert json.loads(answer.read())["error"]["code"] == "unavailable"
+            assert server.wait(4) == 0  # well before the seconds that uvicorn gives
+        assert "Traceback" not in server.stderr.read()
 
 
 def test_more_connections_than_the_soft_limit(folder):

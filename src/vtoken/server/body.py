@@ -7,12 +7,13 @@ import json
 import re
 from typing import Any, NoReturn
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from vtoken.base.units import format_bytes
-from vtoken.server.errors import ApiError
+from vtoken.server.errors import ApiError, unavailable
+from vtoken.server.state import ServerState, state_of
 
 _SMALL = 1 << 16  # bytes that are decoded faster than a thread is woken
 _LINGER = 10.0  # seconds
@@ -41,7 +42,7 @@ class _Lingering(JSONResponse):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         try:
-            async with asyncio.timeout(_LINGER):
+            async with state_of(HTTPConnection(scope)).patience(_LINGER):
                 while (message := await receive())["type"] == "http.request" and message.get("more_body"):
                     pass
         except TimeoutError:
@@ -49,33 +50,37 @@ class _Lingering(JSONResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def read_json(request: Request, limit: int) -> Any:
-    """The decoded body. Raises ApiError: 415 for another type or a compressed body, 408 if it stops, 413 beyond `limit`
-    bytes or with too much in it, 400 for what is no JSON."""
+async def read_json(request: Request, state: ServerState) -> Any:
+    """The decoded body. Raises ApiError: 415 for another type or a compressed body, 408 if it stops, 503 if the server
+    shuts down before it is here, 413 beyond `max_body_size` or with too much in it, 400 for what is no JSON."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"expected a body of type application/json, got {kind[:80]!r}", code="unsupported_type")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise ApiError(415, f"expected a body that is not compressed, got {coding[:80]!r}", code="unsupported_type")
-    body = await _read(request, limit)
+    body = await _read(request, state)
     return decode(body) if len(body) <= _SMALL else await asyncio.to_thread(decode, body)
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, state: ServerState) -> bytes:
+    limit = state.settings.max_body_size
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise TooLarge(limit)
     parts, size = [], 0
     try:
-        async with asyncio.timeout(PATIENCE) as patience:
+        async with state.patience(PATIENCE) as patience:
             async for part in request.stream():
-                patience.reschedule(asyncio.get_running_loop().time() + PATIENCE)
+                if not state.is_draining:
+                    patience.reschedule(asyncio.get_running_loop().time() + PATIENCE)
                 size += len(part)
                 if size > limit:
                     raise TooLarge(limit)
                 parts.append(part)
     except TimeoutError:
+        if state.is_draining:
+            raise unavailable("the server is shutting down") from None
         message = f"the rest of the body did not come within {PATIENCE:g} seconds"
         raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
     return b"".join(parts)

@@ -58,8 +58,8 @@ def url_of(taken: socket.socket, settings: ServerSettings) -> str:
 def run(app: FastAPI, taken: socket.socket, on_listening: Callable[[], None] | None = None) -> None:
     """Serve until SIGINT or SIGTERM; `on_listening` is called once clients can connect.
 
-    Then new requests are refused (503), running ones get `drain_timeout` seconds to end, and what runs still is ended
-    with an error. A second signal ends it at once.
+    Then new requests are refused (503), also those of which the body is still to come; running ones get
+    `drain_timeout` seconds to end, and what runs still is ended with an error. A second signal ends it at once.
     """
     state: ServerState = app.state.server
     settings = state.settings
@@ -116,7 +116,7 @@ async def _serve(server: uvicorn.Server, state: ServerState, taken: socket.socke
     serving = asyncio.create_task(server.serve(sockets=[taken]))
     await _first_of(serving, told_to_stop.wait())
     if not serving.done():
-        state.is_draining = True
+        state.start_draining()
         timeout = state.settings.drain_timeout
         logger.info(
             "shutting down: %d requests get %g seconds to end; a second signal ends them now", state.num_open, timeout

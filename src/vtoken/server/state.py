@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.requests import HTTPConnection
@@ -30,6 +31,7 @@ class ServerState:
         self.num_open = 0  # requests that take part in the shutdown: those that are answered from the engine
         self._idle = asyncio.Event()
         self._idle.set()
+        self._listening: set[asyncio.Timeout] = set()  # of those who wait for a client's words
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -59,6 +61,23 @@ class ServerState:
         if isinstance(error, EngineError) and self.is_draining:
             return unavailable("the server is shutting down")
         return as_api_error(error, renamed)
+
+    def start_draining(self) -> None:
+        """From now on nothing is taken; a request that is not here in full yet is none that is waited for."""
+        self.is_draining = True
+        for patience in self._listening:
+            if not patience.expired():
+                patience.reschedule(0)
+
+    @asynccontextmanager
+    async def patience(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
+        """`asyncio.timeout` for what a client has still to send: it is over as soon as the server shuts down."""
+        async with asyncio.timeout(0 if self.is_draining else seconds) as patience:
+            self._listening.add(patience)
+            try:
+                yield patience
+            finally:
+                self._listening.discard(patience)
 
     def enter(self) -> None:
         self.num_open += 1

@@ -38,7 +38,7 @@ router = APIRouter(tags=["answers"])
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state = state_of(request)
-    asked = ChatRequest.parse(await read_json(request, state.settings.max_body_size))
+    asked = ChatRequest.parse(await read_json(request, state))
     state.check_model(asked.model)
     state.check_ready()
     asked.check_together()

@@ -34,7 +34,7 @@ router = APIRouter(tags=["answers"])
 async def create_completion(request: Request) -> Response:
     """Go on with one prompt or many."""
     state = state_of(request)
-    asked = CompletionRequest.parse(await read_json(request, state.settings.max_body_size))
+    asked = CompletionRequest.parse(await read_json(request, state))
     state.check_model(asked.model)
     state.check_ready()
     asked.check_together()

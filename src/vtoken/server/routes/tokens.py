@@ -19,7 +19,7 @@ router = APIRouter(tags=["tokens"])
 async def tokenize(request: Request) -> Response:
     """Text, or a conversation, to token ids."""
     state = state_of(request)
-    asked = TokenizeRequest.parse(await read_json(request, state.settings.max_body_size))
+    asked = TokenizeRequest.parse(await read_json(request, state))
     state.check_model(asked.model)
     asked.check_together()
 
@@ -49,7 +49,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Token ids to text."""
     state = state_of(request)
-    asked = DetokenizeRequest.parse(await read_json(request, state.settings.max_body_size))
+    asked = DetokenizeRequest.parse(await read_json(request, state))
     state.check_model(asked.model)
     vocab_size = state.llm.engine.facts.vocab_size
 
