@@ -156,6 +156,10 @@ def test_what_cannot_be_is_one_line(vtoken, folder, line, said):
         ("num-blocks: 8\nnum-gpu-blocks-override: 9", "'num-gpu-blocks-override' at line 2 was set at line 1 already"),
         ("{port: 1, seed: 2, port:}", "'port' at line 1 was set at line 1 already"),
         ("port: &port [*port]", "port: expected a value, or a list of values"),
+        ("api-key: []", "api-key: is empty, expected one key or more; leave the line out to serve anybody"),
+        ("api_key:", "--api-key: is empty"),
+        ("api-key: ''", "api-key: is empty"),
+        ("api-key: ['']", "--api-key: expected a text that is not empty"),
     ],
 )
 def test_a_config_file_that_is_wrong(vtoken, tmp_path, text, said):
@@ -164,6 +168,17 @@ def test_a_config_file_that_is_wrong(vtoken, tmp_path, text, said):
     ran = vtoken("serve", "m", "--config", str(file))
     assert ran.code == 2
     assert said in ran.err
+
+
+@pytest.mark.parametrize("key", ["", " \n"])
+def test_an_empty_key_in_the_environment(vtoken, folder, started, monkeypatch, key):
+    """A secret that failed to expand opens no server."""
+    monkeypatch.setenv("VTOKEN_API_KEY", key)
+    ran = vtoken("serve", str(folder), "--port", "0")
+    assert ran.code == 2
+    assert ran.err.startswith("error: the environment variable VTOKEN_API_KEY: is empty, expected one key or more")
+    assert ran.err.count("\n") == 1
+    assert not started
 
 
 def test_a_port_in_use_is_heard_of_before_the_model_is_loaded(vtoken, folder, started):

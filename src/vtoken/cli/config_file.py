@@ -67,6 +67,8 @@ def read_options(path: Path, names: dict[str, str]) -> dict[str, Any]:
         if name is None:
             hint = suggest(str(written).replace("-", "_"), sorted(names))
             raise ConfigError(f"the config file {str(path)!r}: unknown option {str(written)!r}; {hint}see --help")
+        if name == "api_key" and not value:
+            raise _no_key(f"the config file {str(path)!r}: {written}", "leave the line out")
         if value is not None:
             options[name] = _as_text(written, value, path)
     return options
@@ -93,6 +95,18 @@ def _as_text(name: object, value: Any, path: Path) -> str | list[str]:
     if isinstance(value, list | dict):
         raise ConfigError(f"the config file {str(path)!r}: {name}: expected a value, or a list of values")
     return str(value)
+
+
+def check_key_variable() -> None:
+    """Raise ConfigError if the environment's key is there and empty, which to Typer is as if it were not there."""
+    variable = f"{PREFIX}_API_KEY"
+    if not os.environ.get(variable, "a key").strip():
+        raise _no_key(f"the environment variable {variable}", "unset it")
+
+
+def _no_key(where: str, remedy: str) -> ConfigError:
+    """A secret that failed to expand must not open the server to everybody."""
+    return ConfigError(f"{where}: is empty, expected one key or more; {remedy} to serve anybody without a key")
 
 
 def warn_of_unknown_variables(names: Collection[str]) -> None:

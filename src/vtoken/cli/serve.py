@@ -11,7 +11,7 @@ import typer
 
 from vtoken.base.config import EngineConfig
 from vtoken.base.errors import ConfigError
-from vtoken.cli.config_file import read_defaults, warn_of_unknown_variables
+from vtoken.cli.config_file import check_key_variable, read_defaults, warn_of_unknown_variables
 from vtoken.cli.options import takes
 from vtoken.server.certificate import check_certificate
 from vtoken.server.settings import ServerSettings
@@ -63,6 +63,7 @@ def serve(
     """
     if model is None:
         raise ConfigError("model: missing; name it behind `vtoken serve`, in VTOKEN_MODEL or in the --config file")
+    check_key_variable()
     _set_up_logs(server.get("log_level", "info"))
     warn_of_unknown_variables({"model", "config", *EngineConfig.names(), *ServerSettings.names()})
     settings, engine_config = ServerSettings(**server), EngineConfig(model=model, **engine)
