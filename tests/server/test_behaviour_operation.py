@@ -91,6 +91,34 @@ def test_u46_a_full_queue(folder):
         until(server.is_idle)
 
 
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"prompt": ["x"] * 9}, "prompt"),
+        ({"prompt": [[1], [2]] * 8, "n": 2}, "prompt"),
+        ({"prompt": ["x"] * 3, "n": 3}, "n"),
+        ({"prompt": ["x"] * 3, "n": 1, "best_of": 3}, "best_of"),
+    ],
+)
+def test_u46_prompts_that_can_never_wait_together(folder, more, field):
+    """To try again later would be in vain; nothing of them is queued."""
+    with serve(folder, max_queued_requests=8) as server:
+        error = error_of(server.post("/v1/completions", {**BODY, **more}), 400, field)
+        assert "at most 8 may wait (max_queued_requests)" in error["message"]
+        assert error["message"].startswith(f"{field}: ")
+        assert server.llm.num_refused == 0
+        assert server.ask(lambda engine: engine.stats()).scheduler.steps == 0
+
+
+def test_u46_what_fits_into_an_idle_queue(folder):
+    """As many prompts as may wait, and one prompt with more choices than that."""
+    with serve(folder, max_queued_requests=8) as server:
+        few = {"max_tokens": 2, "ignore_eos": True}
+        assert len(server.complete(prompt=["x"] * 4, n=2, **few)["choices"]) == 8
+        until(server.is_idle)
+        assert len(server.complete(prompt="x", n=12, **few)["choices"]) == 12
+
+
 def test_u17_health_while_a_step_hangs(folder, monkeypatch):
     """503 within the limit, and 200 again after it; the process lives all the time."""
     with serve(folder, stuck_after=0.3) as server:

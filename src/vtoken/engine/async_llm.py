@@ -169,6 +169,10 @@ class AsyncLLM:
 
         return RequestStream(self, request_id, params.num_choices, output_kind, check)
 
+    def check_together(self, num_prompts: int, sampling_params: SamplingParams) -> None:
+        """For those who start so many requests, all or none: raise RequestError if they cannot wait together, ever."""
+        self._reception.check_together(num_prompts, sampling_params.num_choices, sampling_params.choices_field)
+
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests, in whatever state: when this returns, their blocks are back and their ids free.
 

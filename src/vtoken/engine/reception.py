@@ -40,6 +40,18 @@ class Reception:
         self.num_refused = 0
         """Requests that found the queue full."""
 
+    def check_together(self, num_prompts: int, num_choices: int, choices_field: str = "n") -> None:
+        """Raise RequestError if prompts of `num_choices` each, all of which are to be let in, can never be: not even
+        where nobody else waits."""
+        most = self._max_requests
+        if most is not None and num_prompts > 1 and num_prompts * num_choices > most:
+            field = "prompt" if num_prompts > most else choices_field
+            raise RequestError(
+                f"{field}: {num_prompts} prompts times {choices_field}={num_choices} are {num_prompts * num_choices} "
+                f"choices, but at most {most} may wait (max_queued_requests); ask for fewer at a time",
+                field,
+            )
+
     def enter(self, mailbox: Mailbox, request_id: str, num_choices: int) -> None:
         """Take a request on. Raises RequestError for an id in use, QueueFullError where too many choices wait."""
         with self._lock:

@@ -55,6 +55,7 @@ class Completion:
 
     def __init__(self, state: ServerState, asked: CompletionRequest, prompts: list[Prompt]) -> None:
         params = asked.params()
+        state.llm.check_together(len(prompts), params)
         kind: Literal["delta", "final"] = "delta" if asked.stream else "final"
         self.streams: list[RequestStream] = [
             state.llm.generate(prompt, params, output_kind=kind, cache_salt=asked.cache_salt) for prompt in prompts
