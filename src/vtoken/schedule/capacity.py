@@ -81,8 +81,8 @@ class Capacity:
         *,
         n_field: str = "n",
     ) -> int:
-        """The new tokens a choice may have: `max_tokens`, or the room left if that is less. Where no length is asked for,
-        choices that keep all their tokens share the room. `n_field` is what sets `n`.
+        """The new tokens a choice may have: `max_tokens`, or the room left if that is less. Where no length is asked
+        for, choices that keep all their tokens share the room. `n_field` is what sets `n`.
 
         Raises RequestError for a prompt that can never be answered, CapacityError for choices that could never run
         together; each says what would fit.
