@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -115,7 +117,10 @@ def test_a_step_that_fails_takes_only_the_request_at_fault(engine, monkeypatch):
     assert answer(engine, prompts["r2"]) == expected["r2"]
 
 
-@pytest.mark.parametrize("part", ["_take_tokens", "_advance_beams", "_finish_sequence", "_end_aborted"])
+@pytest.mark.parametrize(
+    "part",
+    ["_take_tokens", "_advance_beams", "_finish_sequence", "_end", "_end_aborted", "_residents.close", "_state.close"],
+)
 def test_what_a_step_brought_cannot_be_entered(engine, monkeypatch, caplog, part):
     """A bug of ours, somewhere in the middle: those of the step end, who waited goes on, and so does the engine."""
     expected = {name: answer(engine, name) for name in ("late", "after")}
@@ -123,7 +128,8 @@ def test_what_a_step_brought_cannot_be_entered(engine, monkeypatch, caplog, part
     asked = [(f"r{i}", [10 + i] * (5 + 9 * i), beams if i == 2 else GREEDY) for i in range(3)]
     for request in asked:
         engine.add_request(*request, output_kind="final")
-    entered, calls = getattr(engine.scheduler, part), []
+    entered, calls = attrgetter(part)(engine.scheduler), []
+    owner, _, name = f"scheduler.{part}".rpartition(".")
 
     def breaks(*args):
         calls.append(args)
@@ -131,7 +137,7 @@ def test_what_a_step_brought_cannot_be_entered(engine, monkeypatch, caplog, part
             raise RuntimeError("no luck")
         return entered(*args)
 
-    monkeypatch.setattr(engine.scheduler, part, breaks)
+    monkeypatch.setattr(attrgetter(owner)(engine), name, breaks)
     outputs = []
     while len(calls) < 3:
         outputs += engine.step()

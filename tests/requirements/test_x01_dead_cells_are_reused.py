@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.driving import Driver, tokens
+from vtoken.memory.kv_cache_manager import KVCacheManager
 
 
 @pytest.mark.parametrize("block_size", [4, 8, 16])
@@ -20,3 +22,22 @@ def test_x01_steady_decode_at_a_fixed_budget_copies_nothing(block_size: int) -> 
     assert driver.memory.counters.tokens_relocated == relocated
     assert driver.memory.counters.blocks_taken == taken
     assert driver.counters.tokens_evicted_at_places > 300
+
+
+def test_x01_a_new_block_in_the_place_of_one_that_was_returned_is_no_dead_cell() -> None:
+    books = KVCacheManager(num_blocks=8, block_size=4)
+    lane = np.array([books.admit(num_tokens=10)])
+
+    def write(count: int) -> int:
+        before = books.counters.cells_reused
+        for _ in range(count):
+            books.extend(books.plan_extend(lane, np.array([1])))
+        return books.counters.cells_reused - before
+
+    assert write(10) == 0
+    books.evict(np.repeat(lane, 4), np.arange(4, 8))
+    books.reclaim(lane)
+    assert write(2) == 0  # the rest of the last block
+    assert write(4) == 0  # a new block, before the last one
+    books.evict(np.repeat(lane, 2), np.array([5, 7]))
+    assert write(2) == 2

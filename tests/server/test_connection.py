@@ -11,6 +11,7 @@ from http.client import HTTPResponse
 import pytest
 
 from tests.server.serving import MODEL, Served
+from vtoken.server.connection import Connection
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 
@@ -149,3 +150,19 @@ def test_a_body_is_never_taken_for_a_request(server, length):
         except ConnectionError:
             answered = b""
     assert b"version" not in answered
+
+
+def test_a_body_that_comes_after_its_answer_keeps_no_connection_open(server, monkeypatch):
+    """uvicorn stops its clock for pauses at any byte."""
+    made = Connection.connection_made
+
+    def hurried(self, transport):
+        made(self, transport)
+        self.timeout_keep_alive = 0.5
+
+    monkeypatch.setattr(Connection, "connection_made", hurried)
+    with connect(server) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n")
+        assert status(connection) == 404
+        connection.sendall(b"body")
+        assert rest(connection) == b""  # it is closed

@@ -78,7 +78,7 @@ def run() -> None:
     except vtoken.VtokenError as error:
         _fail(str(error), 1)
     except OSError as error:
-        if error.errno not in _CANNOT_BE_WRITTEN:
+        if error.errno not in _CANNOT_BE_WRITTEN or error.filename is not None:  # of a file, and not of the output
             raise
         if sys.stdout is not None:  # Python tries once more when it ends, and would tell of that too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -206,12 +206,11 @@ class KVCacheManager:
         fresh_lanes, fresh_entries = placement.fresh.T
         blocks.ids[fresh_lanes, fresh_entries] = taken[: len(placement.fresh)]
         np.maximum.at(blocks.num_entries, fresh_lanes, (fresh_entries + 1).astype(np.int32))
+        self.tokens.forget(fresh_lanes, fresh_entries)
 
         of_token = np.repeat(lanes, counts)
         written = blocks.ids[of_token, rows // size]
-        is_hole = rows < self.tokens.num_rows[of_token]
-        if is_hole.any():  # or a block that is new in an entry whose own had been returned
-            self.counters.cells_reused += int(np.count_nonzero(~np.isin(written[is_hole], taken)))
+        self.counters.cells_reused += self.tokens.num_used(of_token, rows)
         for block in np.unique(written[self.pool.published[written]]).tolist():
             self.prefix.forget_block(block)  # its content is about to change
 

@@ -12,6 +12,8 @@ from vtoken.memory import bits
 from vtoken.memory.bits import Ints
 from vtoken.memory.block_table import BlockTable, grown
 
+_NEVER = -1  # in place of a position
+
 
 class TokenTable:
     """Engine-wide: per lane and row the token's position and the statistics columns; per position its death.
@@ -77,6 +79,19 @@ class TokenTable:
         for array in (self.lengths, self.num_rows, self.num_live, self.evicted, self.in_order):
             array[target] = array[source]
         self._died_at[target, :length] = self._died_at[source, :length]
+
+    def forget(self, lanes: Ints, entries: Ints) -> None:
+        """These (lane, entry) pairs have got a new block: nothing has lain in its cells."""
+        size = self.blocks.block_size
+        is_gap = entries * size < self.num_rows[lanes]  # behind the last row used nobody looks
+        if is_gap.any():
+            rows = entries[is_gap, None] * size + np.arange(size)
+            self.positions[lanes[is_gap, None], rows] = _NEVER
+
+    def num_used(self, lanes: Ints, rows: Ints) -> int:
+        """In how many of these free (lane, row) pairs a token has lain before."""
+        is_hole = rows < self.num_rows[lanes]
+        return int(np.count_nonzero(self.positions[lanes[is_hole], rows[is_hole]] != _NEVER)) if is_hole.any() else 0
 
     def append(self, lanes: Ints, rows: Ints, positions: Ints) -> None:
         """Enter new tokens: distinct (lane, row) pairs and the position of each. Their statistics start anew."""

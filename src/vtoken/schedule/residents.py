@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Collection
 from typing import Literal, get_args
 
 import numpy as np
@@ -327,6 +328,17 @@ class Residents:
         else:
             self.preempted.remove(request)
         self.drop_lanes(request)
+        self.is_blocked = False
+
+    def purge(self, requests: Collection[Request]) -> None:
+        """Take requests out after a fault in the middle of a change: nothing is taken for granted. Lanes that no
+        sequence knows any more are left in the books."""
+        self.running[:] = [request for request in self.running if request not in requests]
+        self.preempted[:] = [request for request in self.preempted if request not in requests]
+        for lane in [lane for request in requests for lane in request.lanes]:
+            self._release(lane)
+        self.num_running = sum(len(request.unfinished) for request in self.running)
+        self._lanes = None
         self.is_blocked = False
 
     def close(self, sequence: Sequence) -> None:

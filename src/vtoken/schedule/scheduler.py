@@ -437,15 +437,19 @@ class Scheduler:
         flight, self._landing = self._landing, None
         if flight is None:
             raise EngineError("fail() was called with no step in flight") from error
-        logger.error("what a step brought could not be entered; a bug of vtoken", exc_info=error)
+        whose = "a bug of vtoken" if isinstance(error, Exception) else "an interruption"
+        logger.error("what a step brought could not be entered; %s", whose, exc_info=error)
         self.counters.failed_steps += 1
-        reason = f"what a step brought could not be entered; a bug of vtoken: {describe(error)}"
-        for request in flight.ran - set(self._finished):
-            self._finish_request(request, FinishReason.ERROR, reason)
-        for request in flight.ran:  # who has ended just now was not told his last token
+        reason = f"what a step brought could not be entered; {whose}: {describe(error)}"
+        for request in flight.ran:
             request.error = request.error or reason
             for sequence in request.sequences:
-                sequence.finish_reason = FinishReason.ERROR
+                if not sequence.is_finished or sequence in flight.draws:  # who has just ended lacks his last token
+                    sequence.finish_reason = FinishReason.ERROR
+        self._residents.purge(flight.ran)
+        for request in sorted(flight.ran, key=lambda r: r.index):
+            if request.request_id in self._requests:
+                self._end(request, FinishReason.ERROR)
         self._undo(flight.touched)
         self._end_aborted()
 

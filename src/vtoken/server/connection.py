@@ -30,6 +30,7 @@ class Connection(HttpToolsProtocol):
         # Not by `on_message_begin` alone, which is not told of line ends in front of a request; they end a pause, too.
         if self._is_idle:
             self._wait()
+            # It may reach into a body if a part ends just before the last line end of a head; no JSON begins so.
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _OFFER.sub(b"x-offer", head) + end + rest
         super().data_received(data)
@@ -40,7 +41,10 @@ class Connection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """An offer that was not seen above, since it came in two parts or behind another request. What follows would be
         taken for the next request, though it may be the body of this one."""
-        self.transport.close()
+        if self.pipeline:
+            self.transport.close()
+        else:
+            self.send_400_response("No other protocol than HTTP/1.1 is spoken here.")
 
     def on_message_begin(self) -> None:
         self._wait()
@@ -53,6 +57,11 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._stop_waiting()  # for a body that nobody read
         super().on_message_complete()
+        if self._is_idle and not self.transport.is_closing():  # the pause, which uvicorn ends at any byte, goes on
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
