@@ -67,7 +67,9 @@ def expected(folder: Path, prompt: list[int], ends: list[int], **options: Any) -
 @pytest.mark.parametrize(
     ("penalty", "stopping"), [(1.0, False), (0.0, "never"), (2.0, True), (-1.0, False), (1.0, "never"), (0.5, True)]
 )
-def test_texts_and_scores_are_those_of_transformers(folder: Path, width: int, penalty: float, stopping: Any) -> None:
+def test_u40_texts_and_scores_are_those_of_transformers(
+    folder: Path, width: int, penalty: float, stopping: Any
+) -> None:
     """With tokens that end answers early and often, so that all ways to stop are taken."""
     ends = [END, 20, 33, 51, 64, 77]
     params = SamplingParams(
@@ -128,7 +130,7 @@ def test_the_least_length_is_kept(folder: Path) -> None:
         assert all(len(choice.token_ids) > 8 for choice in output.outputs)
 
 
-def test_beams_share_their_past(folder: Path) -> None:
+def test_u40_beams_share_their_past(folder: Path) -> None:
     """Fewer blocks than as many texts of their own, and one copied at most for a divergence."""
     params = SamplingParams(n=8, use_beam_search=True, max_tokens=40, ignore_eos=True)
     with LLM(str(folder), **COMMON) as llm:

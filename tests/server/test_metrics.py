@@ -67,7 +67,7 @@ POOLS = {
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_values_are_those_of_a_plain_recount(pool):
+def test_u52_values_are_those_of_a_plain_recount(pool):
     engine = make_engine(**POOLS[pool])
     failing = {3, 11}
 
@@ -164,7 +164,7 @@ def test_values_are_those_of_a_plain_recount(pool):
 
 
 @pytest.mark.parametrize("evicts", [False, True])
-def test_memory_is_what_a_walk_over_the_books_finds(evicts):
+def test_u52_memory_is_what_a_walk_over_the_books_finds(evicts):
     engine = make_engine(30, evicts=evicts, kv_copies="beside" if evicts else "ordered")
     with opened(engine) as (llm, metrics):
         seen, pages = {}, []
@@ -291,7 +291,7 @@ def test_who_was_refused_and_who_left_before_he_was_seen():
 
 
 @pytest.mark.parametrize("pool", ["swap", "evict beside", "preempt first"])
-def test_counters_only_grow_under_random_loads(pool):
+def test_u52_counters_only_grow_under_random_loads(pool):
     engine = make_engine(**POOLS[pool])
     with opened(engine) as (llm, metrics):
         last = {}
